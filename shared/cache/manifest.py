@@ -1,0 +1,265 @@
+"""The manifest: what a stored node consists of, and its hostile-safe encoding.
+
+No tensors here: the store reads manifests without torch.
+
+Encoding: part 0 is a msgpack map of ≤ 64 KiB; the tables (tier lengths, segments)
+follow as raw little-endian arrays, cut into parts of ≤ 64 KiB. Their size follows
+from the header's counts and is checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import cached_property
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from criticalkv.shared.errors import CorruptNodeError
+from criticalkv.shared.identity import FORMAT_VERSION, HEX64, Identity, NodeId, canonical_tier
+
+MAX_PART_BYTES = 64 * 1024
+MAX_PARTS = 256
+MAX_SEGMENT_BYTES = 1024 * 1024
+MAX_TIERS = 32
+MAX_LAYERS = 512
+MAX_KV_HEADS = 1024
+MAX_HEAD_DIM = 1024
+MAX_TOKENS = 1 << 24
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_SEGMENT = np.dtype([("layer", "<u2"), ("tier", "<u2"), ("rows", "<u4"), ("checksum", "<u8")])
+
+
+class Segment(BaseModel):
+    """One stored piece: `rows` KV entries of one (layer, tier), head-major.
+
+    `checksum` is xxh3_64 of the payload.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: int = Field(ge=0, lt=MAX_LAYERS)
+    tier: int = Field(ge=0, lt=MAX_TIERS, description="index into Manifest.tiers")
+    rows: int = Field(gt=0)
+    checksum: int = Field(ge=0, lt=1 << 64)
+
+
+class Manifest(BaseModel):
+    """A node as the store publishes it. Immutable; a better one has a new generation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    identity: Identity
+    attempt: str = Field(pattern=r"^[0-9a-f]{16,64}$")
+    ancestors: tuple[str, ...] = Field(default=(), max_length=1024)
+    num_tokens: int = Field(ge=1, le=MAX_TOKENS, description="the node's own tokens")
+    next_position: int = Field(ge=1, le=MAX_TOKENS, description="cumulative over the chain")
+    pending_ids: tuple[int, ...] = Field(default=(), max_length=4096)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    num_kv_heads: int = Field(ge=1, le=MAX_KV_HEADS)
+    head_dim: int = Field(ge=1, le=MAX_HEAD_DIM)
+    tiers: tuple[str, ...] = Field(min_length=1, max_length=MAX_TIERS)
+    nested: bool = True
+    prefill_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    tier_lens: tuple[tuple[tuple[int, ...], ...], ...]
+    segments: tuple[Segment, ...]
+
+    @field_validator("tiers")
+    @classmethod
+    def _ascending(cls, tiers: tuple[str, ...]) -> tuple[str, ...]:
+        if list(tiers) != sorted(set(tiers), key=Decimal):
+            raise ValueError("tiers must ascend")
+        if any(canonical_tier(t) != t for t in tiers):
+            raise ValueError("tiers must be canonical")
+        return tiers
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if self.identity.format_version != FORMAT_VERSION:
+            raise ValueError(f"format version {self.identity.format_version} is not ours")
+        if self.identity.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype {self.identity.dtype!r} is unknown")
+        if len(self.ancestors) != len(self.identity.view):
+            raise ValueError("view and ancestors differ in length")
+        if (self.ancestors[-1] if self.ancestors else None) != self.identity.parent:
+            raise ValueError("the last ancestor is not the parent")
+        lens = self.lens
+        shape = (len(self.tiers), self.num_layers, self.num_kv_heads)
+        if lens.shape != shape:
+            raise ValueError(f"tier_lens has shape {lens.shape}, expected {shape}")
+        if lens.min() < 0 or lens.max() > self.num_tokens or (np.diff(lens, axis=0) < 0).any():
+            raise ValueError("tier lengths must ascend between 0 and num_tokens")
+        self._check_rows()
+        return self
+
+    def _check_rows(self) -> None:
+        rows = np.zeros((self.num_layers, len(self.tiers)), dtype=np.int64)
+        for segment in self.segments:
+            if segment.layer >= self.num_layers or segment.tier >= len(self.tiers):
+                raise ValueError("a segment names a layer or tier that does not exist")
+            if segment.rows * self.entry_bytes > max(MAX_SEGMENT_BYTES, self.entry_bytes):
+                raise ValueError("a segment is larger than its limit")
+            rows[segment.layer, segment.tier] += segment.rows
+        expected = np.diff(self.lens.sum(axis=2), axis=0, prepend=0).T
+        if not (rows == expected).all():
+            raise ValueError("segment rows do not add up to the tier table")
+
+    @cached_property
+    def lens(self) -> npt.NDArray[np.int64]:
+        """Tier table int64 [tiers, layers, kv_heads]: entries kept per head."""
+        try:
+            return np.asarray(self.tier_lens, dtype=np.int64)
+        except ValueError:
+            raise ValueError("tier_lens is not rectangular") from None
+
+    @property
+    def node_id(self) -> NodeId:
+        """Content address, derived from the identity."""
+        return self.identity.node_id
+
+    @property
+    def entry_bytes(self) -> int:
+        """Stored bytes of one KV entry: key, value and int32 position."""
+        return 2 * self.head_dim * ITEMSIZE[self.identity.dtype] + 4
+
+    def segment_bytes(self, index: int) -> int:
+        """Payload bytes of segment `index`."""
+        return self.segments[index].rows * self.entry_bytes
+
+    def tier_index(self, tier: str) -> int:
+        """Index of a stored tier."""
+        return self.tiers.index(tier)
+
+    def tier_bytes(self) -> list[int]:
+        """Bytes that a read at each tier transfers."""
+        return [n * self.entry_bytes for n in self.tier_entries()]
+
+    def tier_entries(self) -> list[int]:
+        """KV entries kept at each tier, over all layers and KV heads."""
+        return [int(n) for n in self.lens.sum(axis=(1, 2))]
+
+    @property
+    def full_entries(self) -> int:
+        """KV entries of the untouched cache of these tokens."""
+        return self.num_tokens * self.num_layers * self.num_kv_heads
+
+    def read_order(self, tier: str, layers: range) -> list[int]:
+        """Indexes of the segments of a read: by layer, then tier, then piece."""
+        top = self.tier_index(tier)
+        wanted = [
+            (s.layer, s.tier, i)
+            for i, s in enumerate(self.segments)
+            if s.tier <= top and s.layer in layers
+        ]
+        return [i for _, _, i in sorted(wanted)]
+
+
+def encode_manifest(manifest: Manifest) -> list[bytes]:
+    """Return the parts of a manifest, each ≤ 64 KiB."""
+    header = manifest.model_dump(exclude={"tier_lens", "segments"})
+    header["segments"] = len(manifest.segments)
+    segments = np.array(
+        [(s.layer, s.tier, s.rows, s.checksum) for s in manifest.segments], dtype=_SEGMENT
+    )
+    table = manifest.lens.astype("<i4").tobytes() + segments.tobytes()
+    head = msgpack.packb(header)
+    if len(head) > MAX_PART_BYTES:
+        raise ValueError("manifest header exceeds 64 KiB")
+    parts = [head] + [
+        table[at : at + MAX_PART_BYTES] for at in range(0, len(table), MAX_PART_BYTES)
+    ]
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"manifest exceeds {MAX_PARTS} parts")
+    return parts
+
+
+def decode_manifest(parts: Sequence[bytes]) -> Manifest:
+    """Parse and check a manifest from untrusted bytes.
+
+    Raises:
+        CorruptNodeError: for anything but a well-formed manifest of our version.
+    """
+    try:
+        return _decode(parts)
+    except (ValueError, TypeError, KeyError, ValidationError, msgpack.UnpackException) as error:
+        raise CorruptNodeError(f"manifest refused: {str(error)[:200]}") from error
+
+
+def unpack_small(data: bytes) -> Any:
+    """Unpack msgpack of ≤ 64 KiB from an untrusted peer: no ext, bounded sizes.
+
+    Raises:
+        ValueError: if the data is too large, malformed or nested deeper than 4.
+    """
+    if len(data) > MAX_PART_BYTES:
+        raise ValueError("msgpack part exceeds 64 KiB")
+    value = msgpack.unpackb(
+        data,
+        raw=False,
+        strict_map_key=True,
+        ext_hook=_refuse_ext,
+        max_str_len=4096,
+        max_bin_len=MAX_PART_BYTES,
+        max_array_len=16384,
+        max_map_len=256,
+        max_ext_len=0,
+    )
+    if _depth(value, 0) > 4:
+        raise ValueError("msgpack part is nested too deeply")
+    return value
+
+
+def _refuse_ext(code: int, data: bytes) -> Any:
+    raise ValueError(f"msgpack ext type {code} ({len(data)} bytes) is refused")
+
+
+def _depth(value: Any, depth: int) -> int:
+    if depth > 4:
+        return depth
+    if isinstance(value, dict):
+        return max((_depth(v, depth + 1) for v in value.values()), default=depth + 1)
+    if isinstance(value, list):
+        return max((_depth(v, depth + 1) for v in value), default=depth + 1)
+    return depth
+
+
+def _decode(parts: Sequence[bytes]) -> Manifest:
+    if not 1 <= len(parts) <= MAX_PARTS or any(len(p) > MAX_PART_BYTES for p in parts):
+        raise ValueError("wrong number or size of parts")
+    header = unpack_small(bytes(parts[0]))
+    if not isinstance(header, dict):
+        raise ValueError("header is not a map")
+    shape = _table_shape(header)
+    count = header.pop("segments")
+    if not isinstance(count, int) or not 0 <= count <= MAX_PARTS * MAX_PART_BYTES // 16:
+        raise ValueError("segment count out of range")
+    lens_bytes = 4 * shape[0] * shape[1] * shape[2]
+    expected = lens_bytes + count * _SEGMENT.itemsize
+    if sum(len(p) for p in parts[1:]) != expected:
+        raise ValueError("table bytes do not match the header")
+    table = b"".join(bytes(p) for p in parts[1:])
+    header["tier_lens"] = np.frombuffer(table[:lens_bytes], "<i4").reshape(shape).tolist()
+    names = _SEGMENT.names or ()
+    header["segments"] = [
+        dict(zip(names, row, strict=True))
+        for row in np.frombuffer(table[lens_bytes:], _SEGMENT).tolist()
+    ]
+    return Manifest.model_validate(header)
+
+
+def _table_shape(header: dict[str, Any]) -> tuple[int, int, int]:
+    tiers, layers, heads = header["tiers"], header["num_layers"], header["num_kv_heads"]
+    if not (isinstance(tiers, list) and 1 <= len(tiers) <= MAX_TIERS):
+        raise ValueError("tier count out of range")
+    for name, value, limit in (
+        ("num_layers", layers, MAX_LAYERS),
+        ("num_kv_heads", heads, MAX_KV_HEADS),
+    ):
+        if not (isinstance(value, int) and 1 <= value <= limit):
+            raise ValueError(f"{name} out of range")
+    return len(tiers), layers, heads

@@ -1,0 +1,216 @@
+"""Layers to segments and back: the payload bytes of a node.
+
+A layer's entries are laid out tier-major (what tier 0 keeps, head by head; then
+what tier 1 adds; …) and cut into segments that never mix two tiers. A segment
+holds keys [rows, head_dim], values [rows, head_dim] and int32 positions [rows],
+back to back, in the machine's little-endian order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from criticalkv.shared.cache.manifest import MAX_SEGMENT_BYTES, Manifest, Segment
+from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
+from criticalkv.shared.errors import CorruptNodeError
+
+TORCH_DTYPE = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+def pack_layer(
+    layer_index: int, layer: RaggedLayer, tier_lens: Tensor
+) -> Iterator[tuple[Segment, bytearray]]:
+    """Yield the segments of one layer with their payloads, tier by tier.
+
+    Args:
+        layer_index: decoder layer.
+        layer: entries in rank order, holding the highest tier.
+        tier_lens: int64 [tiers, kv_heads], ascending along tiers; the last row
+            equals the layer's head lengths.
+    """
+    layer = _to_cpu(layer)
+    lens = tier_lens.to("cpu", torch.int64)
+    entry = 2 * layer.keys.shape[1] * layer.keys.element_size() + 4
+    limit = max(1, MAX_SEGMENT_BYTES // entry)
+    for tier in range(lens.shape[0]):
+        rows = tier_rows(layer.cu_seqlens, lens, tier)
+        for piece in rows.split(limit) if rows.numel() else ():
+            payload = _payload(layer, piece)
+            segment = Segment(
+                layer=layer_index,
+                tier=tier,
+                rows=piece.numel(),
+                checksum=xxhash.xxh3_64_intdigest(payload),
+            )
+            yield segment, payload
+
+
+def tier_rows(cu_seqlens: Tensor, tier_lens: Tensor, tier: int) -> Tensor:
+    """Return the row indexes, int64, of what `tier` adds, head by head."""
+    begin = cu_seqlens[:-1].to(torch.int64)
+    low = tier_lens[tier - 1] if tier else torch.zeros_like(tier_lens[0])
+    return torch.cat(
+        [
+            torch.arange(int(b + lo), int(b + hi))
+            for b, lo, hi in zip(begin, low, tier_lens[tier], strict=True)
+        ]
+    )
+
+
+class LayerAssembler:
+    """Puts the segments of one layer of a read back into rank order.
+
+    Allocates once, from a manifest that has been checked; refuses any segment whose
+    length or checksum differs from it.
+    """
+
+    def __init__(self, manifest: Manifest, layer: int, tier: str) -> None:
+        self._manifest = manifest
+        self._tier = manifest.tier_index(tier)
+        self._lens = torch.from_numpy(manifest.lens[: self._tier + 1, layer])
+        self._layer = layer
+        top = self._lens[-1].tolist()
+        dtype = TORCH_DTYPE[manifest.identity.dtype]
+        rows, dim = sum(top), manifest.head_dim
+        self._out = RaggedLayer(
+            torch.empty(rows, dim, dtype=dtype),
+            torch.empty(rows, dim, dtype=dtype),
+            torch.empty(rows, dtype=torch.int32),
+            cu_seqlens_of(top),
+        )
+        self._offset = [0] * (self._tier + 1)
+        self._missing = rows
+
+    def add(self, index: int, payload: bytearray | memoryview | bytes) -> None:
+        """Place the payload of segment `index`.
+
+        Raises:
+            CorruptNodeError: if it is not a segment of this layer and tier, or its
+                length or checksum is wrong.
+        """
+        if not 0 <= index < len(self._manifest.segments):
+            raise CorruptNodeError(f"segment {index} does not exist")
+        segment = self._manifest.segments[index]
+        if segment.layer != self._layer or segment.tier > self._tier:
+            raise CorruptNodeError(f"segment {index} does not belong to this read")
+        verify_segment(self._manifest, index, payload)
+        keys, values, positions = _parse(payload, segment.rows, self._manifest)
+        at = self._offset[segment.tier]
+        rows = tier_rows(self._out.cu_seqlens, self._lens, segment.tier)[at : at + segment.rows]
+        if rows.numel() != segment.rows:
+            raise CorruptNodeError(f"segment {index} is there twice")
+        self._out.keys[rows] = keys
+        self._out.values[rows] = values
+        self._out.positions[rows] = positions
+        self._offset[segment.tier] = at + segment.rows
+        self._missing -= segment.rows
+
+    def finish(self) -> RaggedLayer:
+        """Return the layer.
+
+        Raises:
+            CorruptNodeError: if segments are missing or positions are impossible.
+        """
+        if self._missing:
+            raise CorruptNodeError(f"layer {self._layer}: {self._missing} entries are missing")
+        positions = self._out.positions
+        end = self._manifest.next_position
+        begin = end - self._manifest.num_tokens
+        if positions.numel() and not (begin <= int(positions.min()) <= int(positions.max()) < end):
+            raise CorruptNodeError(f"layer {self._layer}: a position is outside the node")
+        return self._out
+
+
+def verify_segment(manifest: Manifest, index: int, payload: bytearray | memoryview | bytes) -> None:
+    """Check a payload's length, then its checksum.
+
+    Raises:
+        CorruptNodeError: if either differs from the manifest.
+    """
+    if len(payload) != manifest.segment_bytes(index):
+        raise CorruptNodeError(
+            f"segment {index} has {len(payload)} bytes, not {manifest.segment_bytes(index)}"
+        )
+    if xxhash.xxh3_64_intdigest(payload) != manifest.segments[index].checksum:
+        raise CorruptNodeError(f"segment {index} has a wrong checksum")
+
+
+def assemble(
+    manifest: Manifest, tier: str, segments: Iterable[tuple[int, bytearray | memoryview | bytes]]
+) -> RaggedCache:
+    """Build a whole node from the segments of a read, in any order.
+
+    Raises:
+        CorruptNodeError: as LayerAssembler does.
+    """
+    assemblers = [LayerAssembler(manifest, layer, tier) for layer in range(manifest.num_layers)]
+    for index, payload in segments:
+        if not 0 <= index < len(manifest.segments):
+            raise CorruptNodeError(f"segment {index} does not exist")
+        assemblers[manifest.segments[index].layer].add(index, payload)
+    return cache_of(manifest, tier, [a.finish() for a in assemblers])
+
+
+def cache_of(manifest: Manifest, tier: str, layers: Sequence[RaggedLayer]) -> RaggedCache:
+    """Wrap the layers of a read at `tier` with the manifest's table."""
+    top = manifest.tier_index(tier) + 1
+    return RaggedCache(
+        tuple(layers),
+        manifest.num_tokens,
+        manifest.next_position,
+        manifest.tiers[:top],
+        torch.from_numpy(manifest.lens[:top].copy()),
+    )
+
+
+def _to_cpu(layer: RaggedLayer) -> RaggedLayer:
+    return RaggedLayer(
+        layer.keys.detach().cpu(),
+        layer.values.detach().cpu(),
+        layer.positions.cpu(),
+        layer.cu_seqlens.cpu(),
+    )
+
+
+def _payload(layer: RaggedLayer, rows: Tensor) -> bytearray:
+    # One gather per array, straight into the buffer that will be sent.
+    n, dim = rows.numel(), layer.keys.shape[1]
+    size = n * dim * layer.keys.element_size()
+    out = bytearray(2 * size + 4 * n)
+    dtype = layer.keys.dtype
+    key_view = torch.frombuffer(out, dtype=dtype, count=n * dim).view(n, dim)
+    value_view = torch.frombuffer(out, dtype=dtype, count=n * dim, offset=size).view(n, dim)
+    position_view = torch.frombuffer(out, dtype=torch.int32, count=n, offset=2 * size)
+    torch.index_select(layer.keys, 0, rows, out=key_view)
+    torch.index_select(layer.values, 0, rows, out=value_view)
+    torch.index_select(layer.positions, 0, rows, out=position_view)
+    return out
+
+
+def _parse(
+    payload: bytearray | memoryview | bytes, rows: int, manifest: Manifest
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = TORCH_DTYPE[manifest.identity.dtype]
+    dim = manifest.head_dim
+    size = rows * dim * dtype.itemsize
+    # frombuffer warns on read-only memory; the views below are only read.
+    buffer = payload if _writable(payload) else bytearray(payload)
+    keys = torch.frombuffer(buffer, dtype=dtype, count=rows * dim)
+    values = torch.frombuffer(buffer, dtype=dtype, count=rows * dim, offset=size)
+    positions = torch.frombuffer(buffer, dtype=torch.int32, count=rows, offset=2 * size)
+    return keys.view(rows, dim), values.view(rows, dim), positions
+
+
+def _writable(payload: bytearray | memoryview | bytes) -> bool:
+    return isinstance(payload, bytearray) or (
+        isinstance(payload, memoryview) and not payload.readonly
+    )

@@ -1,0 +1,233 @@
+"""The one configuration: every setting, its default and its meaning.
+
+Read once at the edge (CLI or `serve.yaml`), then passed down as values. Sources, the
+later wins: defaults, a YAML file, environment `CRITICALKV__SECTION__FIELD`, flags.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from platformdirs import user_cache_dir
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from criticalkv.shared.errors import ConfigError, PolicyError
+from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy
+from criticalkv.shared.identity import canonical_tier
+
+ENV_PREFIX = "CRITICALKV__"
+DEFAULT_TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8", "1")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Section):
+    """Which model is served, and how it is loaded."""
+
+    path: str = Field(
+        default="demo",
+        description="'demo' (the small model, fetched and converted once), a directory with "
+        "safetensors, or a Hub name that is already in the local cache",
+    )
+    name: str = Field(default="", description="name in the API; empty = the directory's name")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto = cuda where there is one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto = float32 on CPU, bfloat16 on GPU"
+    )
+    threads: int = Field(
+        default=1, ge=1, le=256, description="torch threads per worker (CPU); more than the "
+        "machine's cores over all workers makes everything several times slower"
+    )
+    cache_dir: str = Field(
+        default_factory=lambda: user_cache_dir("criticalkv"),
+        description="where the converted demo model is kept",
+    )
+
+
+class EvictionConfig(_Section):
+    """Defaults of compression; a request may choose others."""
+
+    policy: str = Field(default=DEFAULT_POLICY, description="scorer+allocator+selector[:k=v,…]")
+    tiers: tuple[str, ...] = Field(default=DEFAULT_TIERS, description="kept fractions stored")
+    store_tier: str = Field(default="0.4", description="highest tier that is stored")
+
+    @field_validator("policy")
+    @classmethod
+    def _policy(cls, value: str) -> str:
+        try:
+            return Policy.parse(value).canonical()
+        except PolicyError as error:
+            raise ValueError(error.message) from None
+
+    @field_validator("tiers")
+    @classmethod
+    def _tiers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        tiers = tuple(canonical_tier(t) for t in value)
+        if not tiers or list(tiers) != sorted(set(tiers), key=float):
+            raise ValueError("tiers must ascend, without doubles")
+        return tiers
+
+    @field_validator("store_tier")
+    @classmethod
+    def _store_tier(cls, value: str) -> str:
+        return canonical_tier(value)
+
+
+class StoreConfig(_Section):
+    """The cache store server and the Redis behind it."""
+
+    address: str = Field(
+        default="127.0.0.1:50051", description="where the store listens and clients connect"
+    )
+    redis_url: str = Field(
+        default="embedded",
+        description="'embedded' (own Valkey child process) or redis://, rediss://, unix:// URL",
+    )
+    data_dir: str = Field(
+        default="", description="private directory of the embedded Valkey; empty = a fresh one"
+    )
+    memory_limit_mb: int = Field(
+        default=2048, ge=16, description="payload bytes kept before least valuable nodes go, MiB"
+    )
+    node_ttl_s: int = Field(default=24 * 3600, ge=1, description="life of an untouched node")
+    record_ttl_s: int = Field(
+        default=7 * 24 * 3600, ge=1, description="life of token records, handles and answers"
+    )
+    lease_ttl_s: int = Field(
+        default=60, ge=1, description="life of unpublished segments; renewed while a put runs"
+    )
+    read_deadline_s: float = Field(
+        default=30.0, gt=0, description="longest read; dropped segments live this much longer"
+    )
+    janitor_interval_s: float = Field(default=5.0, gt=0, description="pause between clean-ups")
+    max_node_mb: int = Field(default=16384, ge=1, description="largest node accepted, MiB")
+    max_concurrent_rpcs: int = Field(default=256, ge=1, description="more are refused at once")
+    metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Prometheus port on loopback; 0 = off"
+    )
+
+
+class Autoscaling(_Section):
+    """Replicas of one deployment. min = max fixes the number."""
+
+    min_replicas: int = Field(default=1, ge=0, description="never fewer")
+    max_replicas: int = Field(default=1, ge=1, description="never more")
+    target_ongoing_requests: float = Field(
+        default=2.0, gt=0, description="requests per replica that scaling aims at"
+    )
+    upscale_delay_s: float = Field(default=5.0, ge=0, description="overload this long before up")
+    downscale_delay_s: float = Field(default=60.0, ge=0, description="idle this long before down")
+
+
+class PrefillConfig(_Section):
+    """The prefill deployment."""
+
+    autoscaling: Autoscaling = Autoscaling()
+    num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs per replica")
+    num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; one at most")
+    threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
+    max_ongoing: int = Field(default=2, ge=1, description="prefills a replica accepts at once")
+    max_queued: int = Field(default=32, ge=0, description="more waiting prefills get 429")
+    spool_limit_mb: int = Field(
+        default=4096, ge=64, description="host memory for full KV of replay and model-wide "
+        "policies, MiB; a context that does not fit is refused"
+    )
+
+
+class DecodeConfig(_Section):
+    """The decode deployment."""
+
+    autoscaling: Autoscaling = Autoscaling(min_replicas=2, max_replicas=2)
+    num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs per replica")
+    num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; one at most")
+    threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
+    max_num_seqs: int = Field(default=16, ge=1, description="sequences decoded together")
+    max_queued: int = Field(default=64, ge=0, description="more waiting requests get 429")
+    node_cache_mb: int = Field(
+        default=1024, ge=0, description="nodes kept beside running sequences, MiB"
+    )
+
+
+class GatewayConfig(_Section):
+    """The HTTP front."""
+
+    host: str = Field(default="127.0.0.1", description="address of the HTTP server")
+    port: int = Field(default=8000, ge=1, le=65535, description="port of the HTTP server")
+    api_keys_file: str = Field(
+        default="", description="YAML map: sha256 hex of a key → tenant; empty = loopback only, "
+        "tenant 'local'"
+    )
+    num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs of the gateway")
+    implicit_breakpoint_tokens: int = Field(
+        default=1024, ge=16, description="a first message this long is compressed by itself"
+    )
+    decode_max_suffix_tokens: int = Field(
+        default=512, ge=1, description="more new tokens than this go through prefill"
+    )
+    max_body_mb: int = Field(default=32, ge=1, description="larger bodies get 413, MiB")
+    max_messages: int = Field(default=2048, ge=1, description="messages per request")
+    max_stop_strings: int = Field(default=4, ge=1, description="stop strings per request")
+    max_stop_chars: int = Field(default=256, ge=1, description="characters per stop string")
+    max_choices: int = Field(default=8, ge=1, description="largest n")
+    default_max_tokens: int = Field(default=256, ge=1, description="max_tokens if not given")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of a request")
+    max_ongoing: int = Field(default=128, ge=1, description="requests at once; more get 429")
+
+
+class Config(_Section):
+    """All of it."""
+
+    model: ModelConfig = ModelConfig()
+    eviction: EvictionConfig = EvictionConfig()
+    store: StoreConfig = StoreConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+
+def load_config(path: str | None = None, overrides: dict[str, Any] | None = None) -> Config:
+    """Merge file, environment and overrides into a checked Config.
+
+    Raises:
+        ConfigError: naming the field that is wrong.
+    """
+    try:
+        data: Any = yaml.safe_load(Path(path).read_text()) if path else {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read configuration {path}: {error}") from error
+    if not isinstance(data or {}, dict):
+        raise ConfigError(f"configuration {path} must be a map of sections")
+    merged = _merge(_merge(data or {}, _from_env()), overrides or {})
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"configuration {where}: {first['msg']}", param=where) from None
+
+
+def _from_env() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in os.environ.items():
+        if name.startswith(ENV_PREFIX):
+            *sections, field = name.removeprefix(ENV_PREFIX).lower().split("__")
+            target = out
+            for section in sections:
+                target = target.setdefault(section, {})
+            target[field] = yaml.safe_load(value)
+    return out
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merge(out[key], value) if both else value
+    return out

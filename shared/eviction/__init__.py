@@ -1,0 +1,1 @@
+"""Eviction = scorer × allocator × selector, named by a Policy."""

@@ -1,0 +1,135 @@
+"""What gateway, prefill and decode say to one another through Ray handles.
+
+Requests and tokens only: KV never travels here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from criticalkv.shared.identity import HEX64
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PrefillRequest(_Message):
+    """Compute, compress and publish one node.
+
+    `policy` is a canonical policy or "dense". `view` is the tier at which each
+    ancestor is read, root first; `ancestors` are their ids.
+    """
+
+    node_id: str = Field(pattern=HEX64, description="expected id; the worker recomputes it")
+    token_ids: tuple[int, ...] = Field(min_length=1)
+    policy: str
+    store_tier: str = Field(description="highest tier to store")
+    salt: str = Field(pattern=HEX64)
+    ancestors: tuple[str, ...] = ()
+    view: tuple[str, ...] = ()
+    pending_ids: tuple[int, ...] = ()
+    lease_token: str = ""
+    ttl_ms: int = Field(default=0, ge=0, description="0 = the store's default")
+    deadline_s: float = Field(default=600.0, gt=0)
+
+
+class PrefillResult(_Message):
+    """What a prefill published."""
+
+    node_id: str
+    tiers: tuple[str, ...]
+    tier_bytes: tuple[int, ...]
+    tier_entries: tuple[int, ...]
+    full_entries: int
+    num_tokens: int
+    next_position: int
+    prefill_ms: float = Field(description="model forward over the context")
+    scoring_ms: float = Field(description="scoring, ranking, packing (and replay)")
+    total_ms: float
+    stored_bytes: int
+    published: bool = Field(description="False if another writer was first")
+    replica: str
+
+
+class Sampling(_Message):
+    """How tokens are chosen. temperature 0 = greedy."""
+
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 = off")
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    max_tokens: int = Field(ge=1)
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="None = off, else the number of alternatives"
+    )
+    ignore_eos: bool = False
+
+
+class DecodeRequest(_Message):
+    """Run `token_ids` after the chain that ends in `parent`, then generate.
+
+    The new node's ids are `token_ids` plus what is generated; it is published under
+    `parent` at the view the chain is read at.
+    """
+
+    request_id: str
+    parent: str | None = Field(default=None, pattern=HEX64)
+    tier: str | None = Field(default=None, description="read tier; None = highest stored")
+    token_ids: tuple[int, ...] = Field(min_length=1, description="pending ids included")
+    salt: str = Field(pattern=HEX64)
+    sampling: Sampling
+    publish: bool = True
+    ttl_ms: int = Field(default=0, ge=0)
+    deadline_s: float = Field(default=600.0, gt=0)
+
+
+class TokenLogprob(_Message):
+    """Log probability of one token, and of the likeliest alternatives."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+class DecodeStart(_Message):
+    """The chain is loaded; generation begins."""
+
+    type: Literal["start"] = "start"
+    replica: str
+    bytes_pulled: int = Field(description="bytes that came from the store for this request")
+    cached_tokens: int = Field(description="original tokens that needed no forward")
+    tier: str = Field(description="lowest tier in the chain's view; '1' without ancestors")
+    retained_fraction: float
+    store_ms: float
+
+
+class DecodeDelta(_Message):
+    """New text. May be empty while characters or stop strings are incomplete."""
+
+    type: Literal["delta"] = "delta"
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class DecodeEnd(_Message):
+    """The turn is over, and published unless `publish_error` says why not."""
+
+    type: Literal["end"] = "end"
+    finish_reason: Literal["stop", "length", "cancelled"]
+    prompt_tokens: int
+    completion_tokens: int
+    node_id: str | None
+    ancestors: tuple[str, ...] = ()
+    view: tuple[str, ...] = ()
+    stored_bytes: int = 0
+    publish_error: str | None = None
+    decode_ms: float = 0.0
+
+
+DecodeEvent = Annotated[DecodeStart | DecodeDelta | DecodeEnd, Field(discriminator="type")]
