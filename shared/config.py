@@ -112,6 +112,18 @@ class StoreConfig(_Section):
     metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Prometheus port on loopback; 0 = off"
     )
+    tls_cert: str = Field(
+        default="", description="server certificate, PEM file; needed when `address` is not loopback"
+    )
+    tls_key: str = Field(default="", description="private key of `tls_cert`, PEM file")
+    tls_ca: str = Field(
+        default="", description="certificate authority that clients trust, PEM file; setting it "
+        "makes clients use TLS"
+    )
+    token_file: str = Field(
+        default="", description="file with the bearer token of every call; needed when `address` "
+        "is not loopback"
+    )
 
 
 class Autoscaling(_Section):

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from criticalkv.shared.errors import CorruptNodeError
@@ -30,6 +31,9 @@ MAX_LAYERS = 512
 MAX_KV_HEADS = 1024
 MAX_HEAD_DIM = 1024
 MAX_TOKENS = 1 << 24
+MAX_SEGMENTS = 1 << 16
+MAX_TABLE = 1 << 20
+"""Most entries of a tier table: as Python integers they cost some 40 bytes each."""
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _SEGMENT = np.dtype([("layer", "<u2"), ("tier", "<u2"), ("rows", "<u4"), ("checksum", "<u8")])
@@ -56,26 +60,31 @@ class Manifest(BaseModel):
 
     identity: Identity
     attempt: str = Field(pattern=r"^[0-9a-f]{16,64}$")
-    ancestors: tuple[str, ...] = Field(default=(), max_length=1024)
+    ancestors: tuple[Annotated[str, Field(pattern=HEX64)], ...] = Field(
+        default=(), max_length=1024
+    )
     num_tokens: int = Field(ge=1, le=MAX_TOKENS, description="the node's own tokens")
     next_position: int = Field(ge=1, le=MAX_TOKENS, description="cumulative over the chain")
-    pending_ids: tuple[int, ...] = Field(default=(), max_length=4096)
+    pending_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(
+        default=(), max_length=4096
+    )
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     num_kv_heads: int = Field(ge=1, le=MAX_KV_HEADS)
     head_dim: int = Field(ge=1, le=MAX_HEAD_DIM)
     tiers: tuple[str, ...] = Field(min_length=1, max_length=MAX_TIERS)
     nested: bool = True
-    prefill_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    prefill_ms: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
     tier_lens: tuple[tuple[tuple[int, ...], ...], ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...] = Field(max_length=MAX_SEGMENTS)
 
     @field_validator("tiers")
     @classmethod
     def _ascending(cls, tiers: tuple[str, ...]) -> tuple[str, ...]:
-        if list(tiers) != sorted(set(tiers), key=Decimal):
-            raise ValueError("tiers must ascend")
+        # First the spelling: Decimal raises an ArithmeticError for what is no number.
         if any(canonical_tier(t) != t for t in tiers):
             raise ValueError("tiers must be canonical")
+        if list(tiers) != sorted(set(tiers), key=Decimal):
+            raise ValueError("tiers must ascend")
         return tiers
 
     @model_validator(mode="after")
@@ -88,6 +97,10 @@ class Manifest(BaseModel):
             raise ValueError("view and ancestors differ in length")
         if (self.ancestors[-1] if self.ancestors else None) != self.identity.parent:
             raise ValueError("the last ancestor is not the parent")
+        if any(canonical_tier(t) != t for t in self.identity.view):
+            raise ValueError("view must hold canonical tiers")
+        if self.next_position < self.num_tokens:
+            raise ValueError("next_position is smaller than num_tokens")
         lens = self.lens
         shape = (len(self.tiers), self.num_layers, self.num_kv_heads)
         if lens.shape != shape:
@@ -159,6 +172,20 @@ class Manifest(BaseModel):
         return [i for _, _, i in sorted(wanted)]
 
 
+def verify_segment(manifest: Manifest, index: int, payload: bytes | bytearray | memoryview) -> None:
+    """Check a payload's length, then its checksum.
+
+    Raises:
+        CorruptNodeError: if either differs from the manifest.
+    """
+    if len(payload) != manifest.segment_bytes(index):
+        raise CorruptNodeError(
+            f"segment {index} has {len(payload)} bytes, not {manifest.segment_bytes(index)}"
+        )
+    if xxhash.xxh3_64_intdigest(payload) != manifest.segments[index].checksum:
+        raise CorruptNodeError(f"segment {index} has a wrong checksum")
+
+
 def encode_manifest(manifest: Manifest) -> list[bytes]:
     """Return the parts of a manifest, each ≤ 64 KiB."""
     header = manifest.model_dump(exclude={"tier_lens", "segments"})
@@ -186,7 +213,14 @@ def decode_manifest(parts: Sequence[bytes]) -> Manifest:
     """
     try:
         return _decode(parts)
-    except (ValueError, TypeError, KeyError, ValidationError, msgpack.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        OverflowError,
+        ValidationError,
+        msgpack.UnpackException,
+    ) as error:
         raise CorruptNodeError(f"manifest refused: {str(error)[:200]}") from error
 
 
@@ -236,7 +270,7 @@ def _decode(parts: Sequence[bytes]) -> Manifest:
         raise ValueError("header is not a map")
     shape = _table_shape(header)
     count = header.pop("segments")
-    if not isinstance(count, int) or not 0 <= count <= MAX_PARTS * MAX_PART_BYTES // 16:
+    if not isinstance(count, int) or not 0 <= count <= MAX_SEGMENTS:
         raise ValueError("segment count out of range")
     lens_bytes = 4 * shape[0] * shape[1] * shape[2]
     expected = lens_bytes + count * _SEGMENT.itemsize
@@ -262,4 +296,6 @@ def _table_shape(header: dict[str, Any]) -> tuple[int, int, int]:
     ):
         if not (isinstance(value, int) and 1 <= value <= limit):
             raise ValueError(f"{name} out of range")
+    if len(tiers) * layers * heads > MAX_TABLE:
+        raise ValueError(f"the tier table has more than {MAX_TABLE} entries")
     return len(tiers), layers, heads

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgpack
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from criticalkv.shared.cache.manifest import MAX_TOKENS
 from criticalkv.shared.errors import CorruptNodeError
-from criticalkv.shared.identity import Identity, tokens_digest
+from criticalkv.shared.identity import HEX64, Identity, tokens_digest
 
 MAX_RECORD_BYTES = 4 * MAX_TOKENS + 64 * 1024
 
@@ -20,9 +22,13 @@ class TokenRecord(BaseModel):
 
     identity: Identity
     token_ids: tuple[int, ...]
-    ancestors: tuple[str, ...] = ()
-    pending_ids: tuple[int, ...] = Field(default=(), max_length=4096)
-    store_tier: str = "1"
+    ancestors: tuple[Annotated[str, Field(pattern=HEX64)], ...] = Field(
+        default=(), max_length=1024
+    )
+    pending_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(
+        default=(), max_length=4096
+    )
+    store_tier: str = Field(default="1", max_length=32)
 
     def encode(self) -> bytes:
         """Return the record as msgpack; the ids as raw little-endian int32."""
@@ -50,7 +56,14 @@ class TokenRecord(BaseModel):
             record = cls(token_ids=tuple(np.frombuffer(ids, "<i4").tolist()), **fields)
             if tokens_digest(record.token_ids) != record.identity.tokens:
                 raise ValueError("token ids do not match the identity")
-        except (ValueError, TypeError, KeyError, AttributeError, ValidationError,
-                msgpack.UnpackException) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            ValidationError,
+            msgpack.UnpackException,
+        ) as error:
             raise CorruptNodeError(f"token record refused: {str(error)[:200]}") from error
         return record

@@ -1,0 +1,193 @@
+"""The project's tensor operations: contract and dispatch.
+
+Plain tensors in, plain tensors out; nothing here knows policies, caches or models.
+Every call goes to `reference` (plain torch, any device) unless a faster kernel for
+the tensors' device is registered here.
+
+Names: num_q_heads = num_kv_heads · group_size; query head kv·group_size + g reads KV
+head kv and owns the columns [(kv·group_size + g)·D, (kv·group_size + g + 1)·D) of W_O.
+D is head_dim, which need not be D_model / num_q_heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from criticalkv.kernels import reference
+
+Norm = Literal["l1", "l2"]
+Reduction = Literal["mean", "max", "sumsq"]
+
+
+def value_norm(values: Tensor, w_o: Tensor, group_size: int, norm: Norm = "l1") -> Tensor:
+    """Return the norm of each value after the output projection, per query head.
+
+    ‖v_kv · W_O[:, head]ᵀ‖ (CriticalKV, arXiv 2502.03805, Theorem 3.3: 𝓥 = V·W_O).
+    The product is never materialised: L1 goes blockwise over rows and columns, L2 by
+    the D × D Gram matrix of each head (exact).
+
+    Args:
+        values: [num_kv_heads, n, D], any float dtype.
+        w_o: [D_model, num_q_heads · D], as in `nn.Linear.weight`.
+        group_size: query heads per KV head.
+        norm: "l1" or "l2".
+
+    Returns:
+        fp32 [num_kv_heads, group_size, n]; the mean over the group is the caller's.
+    """
+    heads, _, dim = values.shape
+    if w_o.shape[1] != heads * group_size * dim:
+        raise ValueError(f"w_o {tuple(w_o.shape)} does not fit {heads}x{group_size} heads of {dim}")
+    return reference.value_norm(values, w_o, group_size, norm)
+
+
+def output_norms(attn_out: Tensor, w_o: Tensor) -> Tensor:
+    """Return ‖o_q‖₂, o_q being the layer's attention output of a query after W_O.
+
+    Args:
+        attn_out: [num_q_heads, m, D], before W_O.
+        w_o: [D_model, num_q_heads · D].
+
+    Returns:
+        fp32 [m].
+    """
+    return reference.output_norms(attn_out, w_o)
+
+
+def attention_scores(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    reductions: Sequence[Reduction] = ("mean",),
+    first_query: int | None = None,
+    tail_keys: Tensor | None = None,
+    prefix_keys: Tensor | None = None,
+    prefix_cu: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    block: int | None = None,
+) -> dict[Reduction, Tensor]:
+    """Return how strongly queries attend to each of `keys`, reduced over the queries.
+
+    A is the softmax over everything a query sees; only the columns of `keys` are
+    scored. fp32 throughout, a block of queries at a time. What query i sees:
+
+        prefix_keys (ragged)   keys                     tail_keys
+        1 1 1 1 1 1            1 1 1 1 1 1 1 1          1 1 0 0     first_query=None,
+        1 1 1 1 1 1            1 1 1 1 1 1 1 1          1 1 1 0     m=3, 4 tail keys
+        1 1 1 1 1 1            1 1 1 1 1 1 1 1          1 1 1 1
+
+        1 1 1 1 1 1            1 1 1 1 1 1 0 0                      first_query=5,
+        1 1 1 1 1 1            1 1 1 1 1 1 1 0                      m=3, no tail
+        1 1 1 1 1 1            1 1 1 1 1 1 1 1
+
+    Args:
+        queries: [num_q_heads, m, D], after RoPE.
+        keys: [num_kv_heads, n, D], after RoPE; the scored columns.
+        scaling: factor of the logits, usually D ** -0.5.
+        reductions: any of "mean" (Σ_q A / m), "max" (max_q A) and "sumsq"
+            (Σ_q query_weight_q · A²).
+        first_query: index among `keys` of query 0's own key, for causal visibility
+            (query i sees keys ≤ first_query + i); None: all keys are visible.
+        tail_keys: [num_kv_heads, s ≥ m, D] or None: unscored keys after `keys`, causal;
+            the queries are the last m of them.
+        prefix_keys: [Σ len_h, D] or None: unscored keys before `keys`, all visible,
+            head after head; heads may be empty.
+        prefix_cu: integers [num_kv_heads + 1], cumulative head lengths of
+            `prefix_keys`; on the CPU it costs no synchronisation.
+        query_weight: [m], for "sumsq", such as 1/‖o_q‖²; None: 1.
+        block: queries per block; None: by size.
+
+    Returns:
+        for each reduction fp32 [num_kv_heads, group_size, n].
+    """
+    if queries.shape[0] % keys.shape[0]:
+        raise ValueError(f"{queries.shape[0]} query heads do not divide by {keys.shape[0]}")
+    if queries.shape[1] == 0:
+        raise ValueError("no queries")
+    if first_query is not None and first_query < 0:
+        raise ValueError(f"first_query is {first_query}")
+    if tail_keys is not None and tail_keys.shape[1] < queries.shape[1]:
+        raise ValueError(f"{tail_keys.shape[1]} tail keys for {queries.shape[1]} queries")
+    if (prefix_keys is None) != (prefix_cu is None):
+        raise ValueError("prefix_keys and prefix_cu go together")
+    sums = reference.attention_scores(
+        queries,
+        keys,
+        scaling=scaling,
+        reductions=reductions,
+        first_query=first_query,
+        tail_keys=tail_keys,
+        prefix_keys=prefix_keys,
+        prefix_cu=prefix_cu,
+        query_weight=query_weight,
+        block=block,
+    )
+    return {name: sums[name] for name in reductions}
+
+
+def ragged_attention(
+    q: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    cu_seqlens: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    prefix_positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    tail_positions: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to a ragged prefix, all of it visible, and causally to a dense tail.
+
+    The T queries are the last T of the S tail tokens. T=2, S=3, a head with 4 entries:
+
+        prefix     tail
+        1 1 1 1    1 1 0
+        1 1 1 1    1 1 1
+
+    S = 0 is allowed too (queries outside the tail that see only the prefix): then a
+    query of an empty head sees nothing, its output is 0 and its lse −inf.
+
+    Args:
+        q: [num_q_heads, T, D], after RoPE.
+        prefix_k: [Σ len_h, D], head after head, any order within a head.
+        prefix_v: like prefix_k.
+        cu_seqlens: integers [num_kv_heads + 1], cumulative lengths; best on the CPU.
+        tail_k: [num_kv_heads, S, D], S ≥ T or S = 0.
+        tail_v: like tail_k.
+        scaling: factor of the logits.
+        window: sliding window: a query at position p also sees only positions > p − window.
+        prefix_positions: [Σ len_h], original positions; needed with a window.
+        query_positions: [T], ascending; needed with a window.
+        tail_positions: [S], ascending; needed with a window.
+        return_lse: whether to return the log-sum-exp too.
+
+    Returns:
+        (out [num_q_heads, T, D] in q's dtype, lse fp32 [num_q_heads, T] or None); lse is
+        the natural log of Σ exp(scaling · q·k). Softmax and sums are fp32.
+    """
+    if q.shape[0] % tail_k.shape[0]:
+        raise ValueError(f"{q.shape[0]} query heads do not divide by {tail_k.shape[0]}")
+    if 0 < tail_k.shape[1] < q.shape[1]:
+        raise ValueError(f"{tail_k.shape[1]} tail tokens for {q.shape[1]} queries")
+    return reference.ragged_attention(
+        q,
+        prefix_k,
+        prefix_v,
+        cu_seqlens,
+        tail_k,
+        tail_v,
+        scaling=scaling,
+        window=window,
+        prefix_positions=prefix_positions,
+        query_positions=query_positions,
+        tail_positions=tail_positions,
+        return_lse=return_lse,
+    )

@@ -1,0 +1,270 @@
+"""The operations of `ops` in plain torch: the truth that every fast kernel is tested against.
+
+Shapes and meanings are documented in `ops`; this module only computes. It knows no
+policies, no caches and no models. Work is cut into blocks so that no intermediate
+exceeds about `BLOCK_ELEMENTS` fp32 elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 22
+"""Elements of an intermediate, 16 MiB in fp32: near the caches of a CPU."""
+
+
+def value_norm(values: Tensor, w_o: Tensor, group_size: int, norm: str) -> Tensor:
+    """Return ‖v·W_O‖ per query head, fp32 [num_kv_heads, group_size, n]."""
+    heads, _, dim = values.shape
+    weights = w_o.float().view(w_o.shape[0], heads, group_size, dim).permute(1, 2, 0, 3)
+    if norm == "l2":
+        return _value_norm_l2(values.float(), weights)
+    return _value_norm_l1(values.float(), weights)
+
+
+def _value_norm_l1(values: Tensor, weights: Tensor) -> Tensor:
+    """values [H, n, D], weights [H, G, D_model, D] -> [H, G, n], a block of rows and columns
+    of the product at a time."""
+    heads, group, width, _ = weights.shape
+    n = values.shape[1]
+    out = values.new_zeros(heads, group, n)
+    columns = min(width, 1024)
+    rows = max(1, BLOCK_ELEMENTS // (group * columns))
+    for h in range(heads):
+        for first in range(0, width, columns):
+            block = weights[h, :, first : first + columns].transpose(1, 2)
+            for begin in range(0, n, rows):
+                product = values[h, begin : begin + rows] @ block
+                out[h, :, begin : begin + rows] += torch.linalg.vector_norm(product, ord=1, dim=-1)
+    return out
+
+
+def _value_norm_l2(values: Tensor, weights: Tensor) -> Tensor:
+    """‖v W‖₂² = v (W Wᵀ) vᵀ with the exact D × D Gram matrix of each query head."""
+    heads, group, _, dim = weights.shape
+    gram = weights.transpose(-1, -2) @ weights
+    out = values.new_empty(heads, group, values.shape[1])
+    rows = max(1, BLOCK_ELEMENTS // (heads * group * dim))
+    for begin in range(0, values.shape[1], rows):
+        block = values[:, None, begin : begin + rows]
+        out[..., begin : begin + rows] = ((block @ gram) * block).sum(-1)
+    return out.clamp_min(0).sqrt()
+
+
+def output_norms(attn_out: Tensor, w_o: Tensor) -> Tensor:
+    """Return ‖W_O · concat_h(attn_out)‖₂ per query, fp32 [m]."""
+    joined = attn_out.float().transpose(0, 1).flatten(1)
+    return F.linear(joined, w_o.float()).square().sum(-1).sqrt()
+
+
+def attention_scores(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    reductions: Sequence[str],
+    first_query: int | None,
+    tail_keys: Tensor | None,
+    prefix_keys: Tensor | None,
+    prefix_cu: Tensor | None,
+    query_weight: Tensor | None,
+    block: int | None,
+) -> dict[str, Tensor]:
+    """Return the reductions over queries of the softmaxed scores of `keys`."""
+    heads, n, dim = keys.shape
+    m = queries.shape[1]
+    group = queries.shape[0] // heads
+    grouped = queries.float().view(heads, group, m, dim) * scaling
+    columns = keys.float() if tail_keys is None else torch.cat([keys, tail_keys], dim=1).float()
+    tail = columns.shape[1] - n
+    prefix = _head_views(prefix_keys, prefix_cu)
+    sums = {name: columns.new_zeros(heads, group, n) for name in reductions}
+    if "max" in sums:
+        sums["max"].fill_(-torch.inf)
+    step = block or max(1, BLOCK_ELEMENTS // max(1, heads * group * (n + tail)))
+    for begin in range(0, m, step):
+        rows = grouped[:, :, begin : begin + step]
+        count = rows.shape[2]
+        flat = rows.reshape(heads, group * count, dim)
+        logits = (flat @ columns.transpose(1, 2)).view(heads, group, count, n + tail)
+        if first_query is not None:
+            _hide_future(logits[..., :n], first_query + begin)
+        if tail:
+            _hide_future(logits[..., n:], tail - m + begin)
+        log_probs = _log_softmax(logits, flat, prefix)[..., :n]
+        weight = None if query_weight is None else query_weight[begin : begin + step].float()
+        _reduce(sums, log_probs, weight)
+    if "mean" in sums:
+        sums["mean"] /= m
+    if "max" in sums:
+        sums["max"].exp_()
+    return sums
+
+
+def _head_views(flat: Tensor | None, cu: Tensor | None) -> list[Tensor]:
+    if flat is None or cu is None or flat.shape[0] == 0:
+        return []
+    bounds = cu.tolist()
+    return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _hide_future(logits: Tensor, first: int) -> None:
+    """Mask in place what row i may not see: columns > first + i. Rows are dim -2."""
+    count, n = logits.shape[-2:]
+    begin = max(0, first + 1)
+    if begin >= n:
+        return
+    row = torch.arange(first, first + count, device=logits.device)
+    column = torch.arange(begin, n, device=logits.device)
+    logits[..., begin:].masked_fill_(column > row[:, None], -torch.inf)
+
+
+def _log_softmax(logits: Tensor, flat: Tensor, prefix: Sequence[Tensor]) -> Tensor:
+    """Return logits − log(Σ exp) over the logits and each head's ragged keys; overwrites.
+
+    The maximum is subtracted before the logarithm of the sum, which large logits would
+    round away. logits [H, G, queries, columns], flat [H, G · queries, D].
+    """
+    peak = logits.amax(-1, keepdim=True)
+    others = [q @ k.float().T for q, k in zip(flat, prefix, strict=False)]
+    for h, other in enumerate(others):
+        if other.shape[1]:
+            torch.maximum(peak[h], other.amax(-1).view_as(peak[h]), out=peak[h])
+    logits -= peak
+    total = logits.exp().sum(-1, keepdim=True)
+    for h, other in enumerate(others):
+        total[h] += (other - peak[h].flatten()[:, None]).exp().sum(-1).view_as(total[h])
+    logits -= total.log()
+    return logits
+
+
+def _reduce(sums: dict[str, Tensor], log_probs: Tensor, weight: Tensor | None) -> None:
+    """Fold a block of log-probabilities [H, G, queries, n] into the sums; overwrites it."""
+    if "max" in sums:
+        torch.maximum(sums["max"], log_probs.amax(2), out=sums["max"])
+    if "mean" not in sums and "sumsq" not in sums:
+        return
+    probs = log_probs.exp_()
+    if "mean" in sums:
+        sums["mean"] += probs.sum(2)
+    if "sumsq" in sums:
+        squares = probs.square_()
+        if weight is not None:
+            squares *= weight[:, None]
+        sums["sumsq"] += squares.sum(2)
+
+
+def ragged_attention(
+    q: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    cu_seqlens: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    prefix_positions: Tensor | None,
+    query_positions: Tensor | None,
+    tail_positions: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return (out [Hq, T, D], lse fp32 [Hq, T] or None)."""
+    heads, tail_len, _ = tail_k.shape
+    t = q.shape[1]
+    if prefix_k.shape[0] == 0 and t == tail_len and window is None and not return_lse:
+        return _causal(q, tail_k, tail_v, scaling), None
+    grouped = q.view(heads, q.shape[0] // heads, t, q.shape[2])
+    out = torch.empty_like(grouped)
+    lse = torch.empty(grouped.shape[:3], dtype=torch.float32, device=q.device)
+    bounds = cu_seqlens.tolist()
+    for h, (a, b) in enumerate(itertools.pairwise(bounds)):
+        past_k, past_v = prefix_k[a:b].float(), prefix_v[a:b].float()
+        head_k, head_v = tail_k[h].float(), tail_v[h].float()
+        for begin, end in _query_blocks(t, grouped.shape[1] * (b - a + tail_len)):
+            lo, hi = 0, max(0, tail_len - t + end)
+            hidden = None
+            if window is not None:
+                past, queried, tail = _need(prefix_positions, query_positions, tail_positions)
+                oldest = queried[begin:end] - window
+                lo = min(hi, int((tail[:hi] <= oldest[0]).sum()))
+                hidden = torch.cat([past[a:b], tail[lo:hi]]) <= oldest[:, None]
+            result = _attend(
+                grouped[h, :, begin:end].float() * scaling,
+                (past_k, head_k[lo:hi]),
+                (past_v, head_v[lo:hi]),
+                first=tail_len - t + begin - lo,
+                hidden=hidden,
+                return_lse=return_lse,
+            )
+            out[h, :, begin:end] = result[0]
+            if result[1] is not None:
+                lse[h, :, begin:end] = result[1]
+    return out.view_as(q), lse.flatten(0, 1) if return_lse else None
+
+
+def _need(*positions: Tensor | None) -> list[Tensor]:
+    """Return the positions that a sliding window compares, none missing."""
+    given = [p for p in positions if p is not None]
+    if len(given) < len(positions):
+        raise ValueError("a window needs prefix, query and tail positions")
+    return given
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Plain causal attention of a prefill without a parent."""
+    out = F.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=q.shape[1] > 1, scale=scaling, enable_gqa=True
+    )
+    return out[0]
+
+
+def _query_blocks(t: int, row: int) -> Iterator[tuple[int, int]]:
+    """Cut t queries, each with `row` logits, into blocks."""
+    step = max(1, BLOCK_ELEMENTS // max(1, row))
+    for begin in range(0, t, step):
+        yield begin, min(t, begin + step)
+
+
+def _attend(
+    q: Tensor,
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    *,
+    first: int,
+    hidden: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One KV head, one block of queries, prefix and tail without joining them.
+
+    Args:
+        q: fp32 [G, t, D], scaled.
+        keys: (prefix [L, D], tail [S, D]).
+        values: like keys.
+        first: query i sees the tail's columns ≤ first + i.
+        hidden: bool [t, L + S], True where a sliding window has passed, or None.
+        return_lse: whether to return the log-sum-exp [G, t] too.
+    """
+    group, t, dim = q.shape
+    past, tail = keys[0].shape[0], keys[1].shape[0]
+    flat = q.reshape(group * t, dim)
+    logits = q.new_empty(group * t, past + tail)
+    torch.mm(flat, keys[0].T, out=logits[:, :past])
+    torch.mm(flat, keys[1].T, out=logits[:, past:])
+    shaped = logits.view(group, t, past + tail)
+    if t > 1:
+        _hide_future(shaped[..., past:], first)
+    if hidden is not None:
+        shaped.masked_fill_(hidden, -torch.inf)
+    lse = shaped.logsumexp(-1) if return_lse else None
+    probs = logits.softmax(-1)
+    if hidden is not None:
+        probs = probs.masked_fill(hidden.all(-1).repeat(group)[:, None], 0)
+    out = probs[:, :past] @ values[0]
+    out.addmm_(probs[:, past:], values[1])
+    return out.view(group, t, dim), lse

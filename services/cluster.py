@@ -1,0 +1,141 @@
+"""The Ray cluster under the deployments: a private local one, or an existing one.
+
+A local cluster listens on loopback only, lives in its own directory and dies with
+this process. Knows nothing of models, stores or requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from criticalkv.services.loopback import is_loopback
+from criticalkv.shared.config import Config
+from criticalkv.shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve.config import HTTPOptions
+
+OBJECT_STORE_BYTES = 100 * 2**20  # requests and tokens only; KV never passes through Ray
+# Seconds that Serve waits beyond a request's own deadline before it cuts the connection.
+TIMEOUT_MARGIN_S = 30.0
+
+# Ray reads these at import, hence before `import ray` anywhere in the process.
+LOCAL_ENV = {
+    # Despite its name the switch works on Linux: the node's address becomes 127.0.0.1,
+    # and every server of Ray that knows its node's address then binds to that.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Both would need listeners on all interfaces (see criticalkv.services.loopback).
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
+    "RAY_SERVE_ENABLE_HA_PROXY": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@contextmanager
+def start_cluster(
+    config: Config, *, dashboard_port: int | None = None, show_logs: bool = False
+) -> Iterator[None]:
+    """Provide a Ray cluster with Serve started; stop what was started on leaving.
+
+    With `RAY_ADDRESS` in the environment, connect to that cluster and leave it
+    running. Otherwise start a local one, with enough logical CPUs for the largest
+    number of replicas, whatever the machine has.
+
+    Args:
+        config: sizes of the deployments and address of the HTTP server.
+        dashboard_port: serve Ray's dashboard (and `serve deploy`) on this loopback port.
+        show_logs: print what workers write.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        with _existing_cluster(show_logs), _http_server(config):
+            yield
+    else:
+        with _local_cluster(config, dashboard_port, show_logs), _http_server(config):
+            yield
+
+
+@contextmanager
+def _existing_cluster(show_logs: bool) -> Iterator[None]:
+    import ray
+
+    ray.init(log_to_driver=show_logs, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local_cluster(
+    config: Config, dashboard_port: int | None, show_logs: bool
+) -> Iterator[None]:
+    os.environ.update(LOCAL_ENV)
+    # Ray's default since 2.60, but said aloud: a user's explicit choice still wins.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    import ray
+
+    if not is_loopback(ray.util.get_node_ip_address()):
+        raise ConfigError(
+            "Ray was imported before its address was set; import and start "
+            "criticalkv.services.cluster first, or export "
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
+        )
+    # Short, for the unix sockets in it; mode 0700.
+    directory = tempfile.mkdtemp(prefix="ckv-", dir="/tmp")
+    try:
+        ray.init(
+            address="local",
+            num_cpus=logical_cpus(config),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=dashboard_port is not None,
+            dashboard_host="127.0.0.1",
+            dashboard_port=dashboard_port,
+            log_to_driver=show_logs,
+            logging_level=logging.WARNING,
+            _temp_dir=directory,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _http_server(config: Config) -> Iterator[None]:
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(http_options=_http(config))
+    try:
+        yield
+    finally:
+        # Replicas end their work before the cluster goes. `serve.shutdown` would do more,
+        # but kills its controller in mid-call, which Ray reports as a failed task.
+        if not os.environ.get("RAY_ADDRESS"):
+            for name in serve.status().applications:
+                serve.delete(name)
+
+
+def _http(config: Config) -> HTTPOptions:
+    from ray.serve.config import HTTPOptions
+
+    return HTTPOptions(
+        host=config.gateway.host,
+        port=config.gateway.port,
+        request_timeout_s=config.gateway.request_timeout_s + TIMEOUT_MARGIN_S,
+    )
+
+
+def logical_cpus(config: Config) -> int:
+    """Count the CPUs to declare: all replicas must fit, also on two cores."""
+    replicas = sum(
+        part.num_cpus * part.autoscaling.max_replicas for part in (config.prefill, config.decode)
+    )
+    return max(os.cpu_count() or 1, math.ceil(replicas + config.gateway.num_cpus) + 1)

@@ -1,0 +1,1 @@
+"""Decode: pull a chain of nodes, run new tokens at their original positions, generate."""

@@ -1,0 +1,89 @@
+"""Tokens to text, safely: whole characters only, and never a piece of a stop string."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class StopMatch:
+    """Where a stop string cut the text.
+
+    Attributes:
+        kept_tokens: tokens that end before the match.
+        leftover: text between the last kept token and the match.
+    """
+
+    kept_tokens: int
+    leftover: str
+
+
+class TextStream:
+    """Turns the tokens of one turn into text that may be shown."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stop = stop
+        self._text = ""
+        self._shown = 0
+        # Per token, the length of the text after it. A token inside an unfinished
+        # character gets its length when the character is complete.
+        self._ends: list[int] = []
+        self._open = 0
+
+    def push(self, token_id: int) -> StopMatch | None:
+        """Add a token; return the match if a stop string is now complete."""
+        piece = self._stream.step(self._backend, token_id)
+        self._open += 1
+        if piece is None:
+            return None
+        self._text += piece
+        self._ends += [len(self._text)] * self._open
+        self._open = 0
+        return self._match(len(piece))
+
+    def take(self, *, final: bool = False) -> str:
+        """Return text that may be shown now; with `final`, all that is left.
+
+        Bytes of a character that never became complete are dropped.
+        """
+        end = len(self._text) - (0 if final else self._held())
+        out = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return out
+
+    @property
+    def settled_tokens(self) -> int:
+        """Tokens whose whole text has been shown."""
+        return sum(1 for end in self._ends if end <= self._shown)
+
+    def _match(self, added: int) -> StopMatch | None:
+        hits = []
+        for stop in self._stop:
+            start = max(0, len(self._text) - added - len(stop) + 1)
+            at = self._text.find(stop, start)
+            if at >= 0:
+                hits.append(at)
+        if not hits:
+            return None
+        cut = min(hits)
+        kept = sum(1 for end in self._ends if end <= cut)
+        leftover = self._text[self._ends[kept - 1] if kept else 0 : cut]
+        self._text = self._text[:cut]
+        return StopMatch(kept, leftover)
+
+    def _held(self) -> int:
+        # The longest end of the text that may still grow into a stop string.
+        return max(
+            (
+                n
+                for stop in self._stop
+                for n in range(1, len(stop))
+                if self._text.endswith(stop[:n])
+            ),
+            default=0,
+        )

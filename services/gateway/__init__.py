@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI's API over prefill, decode and the store."""

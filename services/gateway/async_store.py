@@ -1,0 +1,136 @@
+"""The store's control plane for an event loop: the blocking client in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.identity import NodeId
+from criticalkv.shared.store_client import StoreClient
+
+MAX_IDS = 256
+Value = TypeVar("Value")
+
+
+class AsyncStore:
+    """Awaitable calls of a `StoreClient`; at most `threads` at once."""
+
+    def __init__(self, client: StoreClient, threads: int = 16) -> None:
+        self._client = client
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="store")
+
+    def close(self) -> None:
+        """Stop the threads and close the client."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    async def stat(self, node_ids: Sequence[NodeId]) -> list[pb.NodeStat]:
+        """Look up nodes; answers in the order asked."""
+        return await self._in_steps(self._client.stat, node_ids)
+
+    async def token_records(self, node_ids: Sequence[NodeId]) -> list[TokenRecord | None]:
+        """Return the nodes' token records, None where there is none."""
+        return await self._in_steps(self._client.token_records, node_ids)
+
+    async def touch(self, node_id: NodeId, ttl_ms: int) -> bool:
+        """Extend the life of a node and its ancestors."""
+        return await self._call(lambda: self._client.touch(node_id, ttl_ms))
+
+    async def pin(self, tenant: str, node_id: NodeId) -> int:
+        """Keep a node until unpinned; return its number of pins."""
+        return await self._call(lambda: self._client.pin(tenant, node_id))
+
+    async def unpin(self, tenant: str, node_id: NodeId) -> int:
+        """Take a tenant's pin away; return the number of pins left."""
+        return await self._call(lambda: self._client.unpin(tenant, node_id))
+
+    async def bind_handle(
+        self, handle: str, tenant: str, node_id: NodeId, metadata: bytes, ttl_ms: int
+    ) -> pb.Handle:
+        """Give a node a name that the tenant holds."""
+        return await self._call(
+            lambda: self._client.bind_handle(handle, tenant, node_id, metadata, ttl_ms)
+        )
+
+    async def resolve_handle(self, tenant: str, handle: str) -> pb.Handle:
+        """Return a tenant's handle, or raise ContextNotFoundError."""
+        return await self._call(lambda: self._client.resolve_handle(tenant, handle))
+
+    async def list_handles(self, tenant: str, prefix: str, limit: int) -> list[pb.Handle]:
+        """Return a tenant's handles, newest first."""
+        return await self._call(lambda: self._client.list_handles(tenant, prefix, limit))
+
+    async def delete_handle(self, tenant: str, handle: str) -> list[NodeId]:
+        """Remove a handle and what nothing references any more."""
+        return await self._call(lambda: self._client.delete_handle(tenant, handle))
+
+    async def put_alias(self, alias: str, node_id: NodeId, view: Sequence[str]) -> None:
+        """Let a digest of conversation text lead to a node."""
+        await self._call(lambda: self._client.put_alias(alias, node_id, view))
+
+    async def resolve_aliases(self, aliases: Sequence[str]) -> list[list[pb.AliasTarget]]:
+        """Return where aliases lead, in the order asked."""
+        return await self._in_steps(self._client.resolve_aliases, aliases)
+
+    async def begin_request(
+        self, tenant: str, key: str, request: str, handle: str, lease_ms: int, ttl_ms: int
+    ) -> pb.BeginRequestResponse:
+        """Claim an idempotency key; a claim that nobody awaits any more is given back."""
+
+        def undo(answer: pb.BeginRequestResponse) -> None:
+            if answer.lease_token:
+                self._client.finish_request(tenant, key, answer.lease_token, b"")
+
+        return await self._call(
+            lambda: self._client.begin_request(tenant, key, request, handle, lease_ms, ttl_ms), undo
+        )
+
+    async def finish_request(self, tenant: str, key: str, token: str, answer: bytes) -> bool:
+        """Store a request's answer; empty = forget the attempt."""
+        return await self._call(lambda: self._client.finish_request(tenant, key, token, answer))
+
+    async def acquire_lease(self, node_id: NodeId, ttl_ms: int) -> pb.AcquireLeaseResponse:
+        """Ask for the right to prefill; one that nobody awaits any more is given back."""
+
+        def undo(answer: pb.AcquireLeaseResponse) -> None:
+            if answer.acquired:
+                self._client.release_lease(node_id, answer.lease_token)
+
+        return await self._call(lambda: self._client.acquire_lease(node_id, ttl_ms), undo)
+
+    async def release_lease(self, node_id: NodeId, token: str) -> bool:
+        """Give a lease back."""
+        return await self._call(lambda: self._client.release_lease(node_id, token))
+
+    async def healthy(self) -> bool:
+        """Whether the store answers."""
+        return await self._call(self._client.healthy)
+
+    async def _in_steps(
+        self, call: Callable[[Sequence[str]], list[Value]], names: Sequence[str]
+    ) -> list[Value]:
+        found: list[Value] = []
+        for at in range(0, len(names), MAX_IDS):
+            step = names[at : at + MAX_IDS]
+            found += await self._call(lambda step=step: call(step))
+        return found
+
+    async def _call(
+        self, call: Callable[[], Value], undo: Callable[[Value], None] | None = None
+    ) -> Value:
+        future = self._pool.submit(call)
+        try:
+            # Shielded: a call that runs cannot be stopped, only undone.
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            if undo is not None:
+                future.add_done_callback(lambda done: self._undo(done, undo))
+            raise
+
+    def _undo(self, done: Future[Value], undo: Callable[[Value], None]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            undo(done.result())

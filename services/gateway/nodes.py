@@ -1,0 +1,152 @@
+"""Nodes as the gateway sees them: names, stored tiers, chain. No KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Protocol
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.gateway.async_store import AsyncStore
+from criticalkv.shared.errors import NodeMissingError
+from criticalkv.shared.identity import Identity, NodeId, resolve_tier, tokens_digest
+
+
+class Model(Protocol):
+    """What the gateway needs to know of the served model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model_digest(self) -> str: ...
+    @property
+    def tokenizer_digest(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def max_positions(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Want:
+    """How a request wants its nodes.
+
+    Attributes:
+        policy: canonical; of nodes that are computed now.
+        store_tier: highest tier to store of them.
+        read_tier: tier to read every ancestor at; None = the highest stored.
+        at_least: lowest top tier with which a stored node will do; None = any.
+    """
+
+    policy: str
+    store_tier: str
+    salt: str
+    read_tier: str | None = None
+    at_least: str | None = None
+    ttl_ms: int = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A stored node that is the end of a chain.
+
+    Attributes:
+        ancestors: ids, root first, without the node itself.
+        chain_tiers: stored tiers of each ancestor and, last, of the node.
+        pending_ids: tokens that the next turn must run first.
+        next_position: original length of the whole chain.
+    """
+
+    id: NodeId
+    ancestors: tuple[NodeId, ...]
+    chain_tiers: tuple[tuple[str, ...], ...]
+    pending_ids: tuple[int, ...]
+    next_position: int
+
+    @property
+    def chain(self) -> tuple[NodeId, ...]:
+        """Ids from the root to the node itself: a child's ancestors."""
+        return (*self.ancestors, self.id)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Stored tiers, ascending."""
+        return self.chain_tiers[-1]
+
+    def view(self, read_tier: str | None) -> tuple[str, ...]:
+        """Return the tier each node of the chain is read at: a child's view."""
+        return tuple(resolve_tier(tiers, read_tier) for tiers in self.chain_tiers)
+
+    def views(self, read_tier: str | None) -> list[tuple[str, ...]]:
+        """Return the view of `read_tier`, then the higher ones that the chain can give."""
+        found = [self.view(read_tier)]
+        if read_tier is not None:
+            higher = {t for tiers in self.chain_tiers for t in tiers if Decimal(t) > Decimal(read_tier)}
+            for tier in sorted(higher, key=Decimal):
+                if (view := self.view(tier)) not in found:
+                    found.append(view)
+        return found
+
+
+def child_identity(
+    model: Model, parent: Node | None, view: Sequence[str], token_ids: Sequence[int], want: Want
+) -> Identity:
+    """Return the identity of a compressed node after `parent`."""
+    return Identity(
+        model_digest=model.model_digest,
+        tokenizer_digest=model.tokenizer_digest,
+        dtype=model.dtype,
+        policy=want.policy,
+        salt=want.salt,
+        parent=parent.id if parent else None,
+        view=tuple(view),
+        tokens=tokens_digest(token_ids),
+    )
+
+
+def enough(tiers: Sequence[str], at_least: str | None) -> bool:
+    """Whether stored tiers reach the wanted one."""
+    return at_least is None or Decimal(tiers[-1]) >= Decimal(at_least)
+
+
+async def read_node(store: AsyncStore, node_id: NodeId) -> Node:
+    """Look a node and its ancestors up.
+
+    Raises:
+        NodeMissingError: if one of them is not there.
+    """
+    stat = (await store.stat([node_id]))[0]
+    if not stat.present:
+        raise NodeMissingError.of(node_id, "absent")
+    return await with_ancestors(store, stat)
+
+
+async def with_ancestors(store: AsyncStore, stat: pb.NodeStat) -> Node:
+    """Complete a stat with the tiers of the ancestors.
+
+    Raises:
+        NodeMissingError: if an ancestor is not there.
+    """
+    ancestors = await store.stat(list(stat.ancestors)) if stat.ancestors else []
+    for ancestor in ancestors:
+        if not ancestor.present:
+            raise NodeMissingError.of(ancestor.node_id, "absent")
+    return Node(
+        id=stat.node_id,
+        ancestors=tuple(stat.ancestors),
+        chain_tiers=(*(tuple(a.tiers) for a in ancestors), tuple(stat.tiers)),
+        pending_ids=tuple(stat.pending_ids),
+        next_position=stat.next_position,
+    )
+
+
+def child_node(parent: Node | None, stat: pb.NodeStat) -> Node:
+    """Make a node of a stat whose parent is known."""
+    return Node(
+        id=stat.node_id,
+        ancestors=parent.chain if parent else (),
+        chain_tiers=(*(parent.chain_tiers if parent else ()), tuple(stat.tiers)),
+        pending_ids=tuple(stat.pending_ids),
+        next_position=stat.next_position,
+    )

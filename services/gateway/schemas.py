@@ -1,0 +1,375 @@
+"""Request bodies: what is accepted, and a 400 that names the field for the rest."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from criticalkv.shared.config import GatewayConfig
+from criticalkv.shared.errors import InvalidRequestError, UnsupportedFieldError
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.identity import canonical_tier
+from criticalkv.shared.model.chat import Message, Part
+
+MAX_BREAKPOINTS = 4
+MAX_TTL_S = 366 * 24 * 3600
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+_UNSUPPORTED_PARTS = ("image_url", "input_audio", "file", "refusal", "audio", "video_url")
+
+# OpenAI fields without an implementation here → the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": (),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": (),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# The same for fields of a message; clients send back what `model_dump()` gave them.
+NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def parse_ttl(value: str | int | None) -> int:
+    """Return a time to live like "30m", "2h", "1d" or seconds as milliseconds; None → 0."""
+    if value is None:
+        return 0
+    match = re.fullmatch(r"([0-9]{1,9})([smhd]?)", str(value))
+    seconds = int(match[1]) * _UNITS[match[2] or "s"] if match else 0
+    if not 1 <= seconds <= MAX_TTL_S:
+        raise ValueError('ttl must be like "30m", "2h", "1d" or seconds, from 1s to 366d')
+    return 1000 * seconds
+
+
+def _ttl(value: str | int | None) -> str | int | None:
+    parse_ttl(value)
+    return value
+
+
+def _tier(value: float | int | str | None) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and len(value) > 32:
+        raise ValueError("tier has at most 32 characters")
+    return canonical_tier(value)
+
+
+def _policy(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if len(value) > 512:
+        raise ValueError("policy has at most 512 characters")
+    try:
+        return Policy.parse(value).canonical()
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
+
+
+class Breakpoint(_Body):
+    """OpenAI's mark: the prefix that ends with this part is kept."""
+
+    mode: Literal["explicit"]
+    ttl: str | int | None = None
+
+    _check_ttl = field_validator("ttl")(_ttl)
+
+
+class CacheControl(_Body):
+    """Anthropic's mark with the same meaning."""
+
+    type: Literal["ephemeral"]
+    ttl: str | int | None = None
+
+    _check_ttl = field_validator("ttl")(_ttl)
+
+
+class TextPart(_Body):
+    """A content part; text is all there is."""
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: Breakpoint | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind in _UNSUPPORTED_PARTS:
+            raise ValueError(f"unsupported content part {kind!r}: only 'text' is supported")
+        return data
+
+    @property
+    def mark(self) -> Breakpoint | CacheControl | None:
+        """The breakpoint on this part, in whichever spelling."""
+        return self.prompt_cache_breakpoint or self.cache_control
+
+
+class ChatMessage(_Body):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: list[TextPart] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if not _is_neutral(NEUTRAL_MESSAGE, k, v)}
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_as_part(cls, value: Any) -> Any:
+        return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        # An answer may be empty, and comes back as such.
+        if self.role != "assistant" and not any(part.text for part in self.content):
+            raise ValueError("content must not be empty")
+        return self
+
+    def plain(self) -> Message:
+        """Return the message as the chat template takes it."""
+        role = "system" if self.role == "developer" else self.role
+        return Message(role, tuple(Part(p.text, p.mark is not None) for p in self.content))
+
+
+class CacheOptions(_Body):
+    """OpenAI's `prompt_cache_options`."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: str | int | None = None
+
+    _check_ttl = field_validator("ttl")(_ttl)
+
+
+class StreamOptions(_Body):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class Extension(_Body):
+    """Our own request fields, in `criticalkv`."""
+
+    context_id: str | None = Field(default=None, min_length=1, max_length=128)
+    read_tier: str | None = None
+    store_tier: str | None = None
+    policy: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    top_k: int = Field(default=0, ge=0, le=1 << 20)
+
+    _check_tier = field_validator("read_tier", "store_tier", mode="before")(_tier)
+    _check_policy = field_validator("policy")(_policy)
+
+
+class ChatRequest(_Body):
+    """Body of `POST /v1/chat/completions`."""
+
+    model: str = Field(max_length=256)
+    messages: list[ChatMessage] = Field(min_length=1)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(default=1, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    stop: list[str] = []
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt_cache_options: CacheOptions = CacheOptions()
+    criticalkv: Extension = Extension()
+    # Without influence on the answer by OpenAI's own words.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k in ("model", "messages")}
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_as_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The wanted number of new tokens, or None."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def check(self, limits: GatewayConfig) -> None:
+        """Apply the configured limits.
+
+        Raises:
+            InvalidRequestError: naming the field and the limit.
+        """
+        if self.n > limits.max_choices:
+            raise _limit("n", f"at most {limits.max_choices} choices")
+        if len(self.stop) > limits.max_stop_strings:
+            raise _limit("stop", f"at most {limits.max_stop_strings} stop strings")
+        for i, text in enumerate(self.stop):
+            if not 1 <= len(text) <= limits.max_stop_chars:
+                raise _limit(f"stop[{i}]", f"1 to {limits.max_stop_chars} characters")
+        _check_messages(self.messages)
+
+
+class ContextRequest(_Body):
+    """Body of `POST /v1/contexts`: a text (one open user message) or messages."""
+
+    model: str | None = Field(default=None, max_length=256)
+    text: str | None = Field(default=None, min_length=1)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    policy: str | None = None
+    store_tier: str | None = None
+    ttl: str | int | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+    _check_tier = field_validator("store_tier", mode="before")(_tier)
+    _check_policy = field_validator("policy")(_policy)
+    _check_ttl = field_validator("ttl")(_ttl)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("give either text or messages")
+        _check_messages(self.messages or [])
+        return self
+
+    def plain(self) -> list[Message]:
+        """Return the messages; the last content part ends a node."""
+        messages = [m.plain() for m in self.messages or []]
+        if self.text is not None:
+            messages = [Message("user", (Part(self.text),))]
+        *first, last = messages
+        *parts, end = last.parts
+        return [*first, Message(last.role, (*parts, Part(end.text, True)))]
+
+
+def parse_chat(data: Any, limits: GatewayConfig) -> ChatRequest:
+    """Check the body of a chat completion.
+
+    Raises:
+        InvalidRequestError, UnsupportedFieldError: naming the field.
+    """
+    fields = _map(data, limits)
+    for field in [k for k in fields if k in NEUTRAL]:
+        if not _is_neutral(NEUTRAL, field, fields.pop(field)):
+            raise UnsupportedFieldError(f"{field} is not supported", param=field)
+    request = _validate(ChatRequest, fields)
+    request.check(limits)
+    return request
+
+
+def parse_context(data: Any, limits: GatewayConfig) -> ContextRequest:
+    """Check the body of a context's registration.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    return _validate(ContextRequest, _map(data, limits))
+
+
+def _map(data: Any, limits: GatewayConfig) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    messages = data.get("messages")
+    if isinstance(messages, list) and len(messages) > limits.max_messages:
+        raise _limit("messages", f"at most {limits.max_messages} messages")
+    return dict(data)
+
+
+def _validate(model: type[Model], fields: dict[str, Any]) -> Model:
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _field_error(first["loc"], first["type"], first["msg"]) from None
+
+
+def _field_error(loc: tuple[int | str, ...], kind: str, message: str) -> InvalidRequestError:
+    if not loc:  # a rule over several fields; its text names them
+        text = message.removeprefix("Value error, ")
+        return InvalidRequestError(text, param=text.split(" ", 1)[0])
+    path = _path(loc)
+    if kind == "extra_forbidden":
+        known = str(loc[-1]) in NEUTRAL or str(loc[-1]) in NEUTRAL_MESSAGE
+        error = UnsupportedFieldError if known else InvalidRequestError
+        return error(f"{path}: {'is not supported' if known else 'unknown field'}", param=path)
+    error = UnsupportedFieldError if "unsupported content part" in message else InvalidRequestError
+    return error(f"{path}: {message.removeprefix('Value error, ')}", param=path)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Spell a location as in `messages[0].content`; union branches are left out."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in ("str", "int", "float", "bool") and "[" not in part:
+            path += f".{part}" if path else part[:100]
+    return path
+
+
+def _is_neutral(neutral: dict[str, tuple[Any, ...]], field: str, value: Any) -> bool:
+    if field not in neutral:
+        return False
+    return value is None or any(value == v and type(value) in (type(v), float) for v in neutral[field])
+
+
+def _check_messages(messages: list[ChatMessage]) -> None:
+    marks = sum(part.mark is not None for m in messages for part in m.content)
+    if marks > MAX_BREAKPOINTS:
+        raise InvalidRequestError(
+            f"prompt_cache_breakpoint: at most {MAX_BREAKPOINTS} breakpoints, got {marks}",
+            param="prompt_cache_breakpoint",
+        )
+
+
+def _limit(field: str, text: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {text}", param=field)

@@ -1,0 +1,254 @@
+"""Prefill and decode engines in one process, without any service."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from criticalkv.services.decode.engine import DecodeEngine
+from criticalkv.services.local.memory_store import MemoryStore
+from criticalkv.services.prefill.engine import PrefillEngine
+from criticalkv.shared.cache.manifest import Manifest
+from criticalkv.shared.config import DecodeConfig, EvictionConfig, ModelConfig, PrefillConfig
+from criticalkv.shared.errors import InvalidRequestError
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.identity import (
+    POLICY_DENSE,
+    Identity,
+    canonical_tier,
+    resolve_tier,
+    tenant_salt,
+    tokens_digest,
+)
+from criticalkv.shared.model.chat import Message, Part
+from criticalkv.shared.model.loader import LoadedModel, load_model
+from criticalkv.shared.node_store import NodeStore
+from criticalkv.shared.requests import (
+    DecodeDelta,
+    DecodeEnd,
+    DecodeRequest,
+    DecodeStart,
+    PrefillRequest,
+    PrefillResult,
+    Sampling,
+)
+
+SALT = tenant_salt("local")
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """A point of a conversation that can be asked from, any number of times.
+
+    Attributes:
+        node_id: content address of the node.
+        roles: message roles so far.
+        is_open: whether the last message can still be added to.
+        prefill: what compressing it cost; None for a turn.
+    """
+
+    node_id: str
+    roles: tuple[str, ...]
+    is_open: bool
+    prefill: PrefillResult | None = None
+
+
+@dataclass(frozen=True)
+class LocalTurn(LocalNode):
+    """An answer, and the node that continues from it."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+    start: DecodeStart | None = None
+    end: DecodeEnd | None = None
+    deltas: tuple[DecodeDelta, ...] = ()
+
+
+class LocalEngine:
+    """Compress contexts and ask questions in-process.
+
+    A context manager; `close` ends its threads.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        store: NodeStore | None = None,
+        *,
+        eviction: EvictionConfig | None = None,
+        decode: DecodeConfig | None = None,
+    ) -> None:
+        self.model = model
+        self.store: NodeStore = store or MemoryStore()
+        self.prefill = PrefillEngine(
+            model, self.store, PrefillConfig(), eviction or EvictionConfig()
+        )
+        self.decode = DecodeEngine(model, self.store, decode or DecodeConfig())
+
+    @classmethod
+    def load(cls, model: str = "demo", *, threads: int | None = None) -> LocalEngine:
+        """Load a model by path or name ("demo": the small model, fetched once)."""
+        return cls(load_model(ModelConfig(path=model), threads))
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the decode threads."""
+        self.decode.close()
+
+    def compress(
+        self,
+        context: str | Sequence[Message],
+        *,
+        policy: str = "default",
+        store_tier: float | str = "1",
+    ) -> LocalNode:
+        """Compute, compress and keep a context.
+
+        Args:
+            context: text (the start of a user message), or messages.
+            policy: scorer+allocator+selector[:k=v,…], a preset's name, or "dense".
+            store_tier: highest kept fraction that can be asked for later.
+        """
+        messages = [Message("user", (Part(context),))] if isinstance(context, str) else context
+        pieces = self.model.chat.render(messages, add_generation_prompt=False)
+        last = max(i for i, piece in enumerate(pieces) if piece.kind == "content")
+        ids = [token for piece in pieces[: last + 1] for token in piece.ids]
+        return self.compress_tokens(
+            ids, policy=policy, store_tier=store_tier, roles=tuple(m.role for m in messages)
+        )
+
+    def compress_tokens(
+        self,
+        token_ids: Sequence[int],
+        *,
+        policy: str = "default",
+        store_tier: float | str = "1",
+        parent: LocalNode | None = None,
+        tier: float | str | None = None,
+        roles: tuple[str, ...] = (),
+    ) -> LocalNode:
+        """Compress raw tokens, alone or after `parent` read at `tier`."""
+        manifests = self._chain(parent)
+        wanted = None if tier is None else canonical_tier(tier)
+        view = tuple(resolve_tier(m.tiers, wanted) for m in manifests)
+        spec = self.model.spec
+        name = policy if policy == POLICY_DENSE else Policy.parse(policy).canonical()
+        identity = Identity(
+            model_digest=spec.model_digest,
+            tokenizer_digest=spec.tokenizer_digest,
+            dtype=spec.dtype,
+            policy=name,
+            salt=SALT,
+            parent=parent.node_id if parent else None,
+            view=view,
+            tokens=tokens_digest(token_ids),
+        )
+        result = self.prefill.run(
+            PrefillRequest(
+                node_id=identity.node_id,
+                token_ids=tuple(token_ids),
+                policy=name,
+                store_tier=canonical_tier(store_tier),
+                salt=SALT,
+                ancestors=tuple(m.node_id for m in manifests),
+                view=view,
+            )
+        )
+        return LocalNode(identity.node_id, (parent.roles if parent else ()) + roles, True, result)
+
+    def ask(
+        self,
+        parent: LocalNode | None,
+        question: str,
+        *,
+        tier: float | str | None = None,
+        max_tokens: int = 256,
+        **sampling: Any,
+    ) -> LocalTurn:
+        """Ask a question about a context, or continue a conversation.
+
+        Args:
+            parent: a context or an earlier turn; None starts afresh.
+            question: the user's text.
+            tier: kept fraction to read at; None = the highest stored.
+            max_tokens: most tokens to generate.
+            **sampling: further fields of Sampling; greedy by default.
+        """
+        message = Message("user", (Part(question),))
+        chat = self.model.chat
+        if parent is None:
+            pieces = chat.render([message], add_generation_prompt=True)
+            roles: tuple[str, ...] = ("user", "assistant")
+        else:
+            pieces = chat.continue_(parent.roles, parent.is_open, [message])
+            merged = parent.is_open and parent.roles[-1:] == ("user",)
+            roles = (*parent.roles, *(() if merged else ("user",)), "assistant")
+        pending = self.manifest(parent).pending_ids if parent else ()
+        ids = [*pending, *(token for piece in pieces for token in piece.ids)]
+        return self.generate(
+            parent, ids, tier=tier, max_tokens=max_tokens, roles=roles, **sampling
+        )
+
+    def generate(
+        self,
+        parent: LocalNode | None,
+        token_ids: Sequence[int],
+        *,
+        tier: float | str | None = None,
+        max_tokens: int = 256,
+        roles: tuple[str, ...] = (),
+        **sampling: Any,
+    ) -> LocalTurn:
+        """Run raw tokens after `parent` (its pending ids included by the caller)."""
+        request = DecodeRequest(
+            request_id=secrets.token_hex(8),
+            parent=parent.node_id if parent else None,
+            tier=None if tier is None else canonical_tier(tier),
+            token_ids=tuple(token_ids),
+            salt=SALT,
+            sampling=Sampling(max_tokens=max_tokens, **sampling),
+        )
+        events = list(self.decode.generate(request))
+        start, end = events[0], events[-1]
+        assert isinstance(start, DecodeStart)
+        assert isinstance(end, DecodeEnd)
+        if end.node_id is None:
+            raise InvalidRequestError(f"the turn was not kept: {end.publish_error}")
+        deltas = tuple(e for e in events if isinstance(e, DecodeDelta))
+        return LocalTurn(
+            end.node_id,
+            roles,
+            False,
+            text="".join(d.text for d in deltas),
+            token_ids=tuple(t for d in deltas for t in d.token_ids),
+            finish_reason=end.finish_reason,
+            start=start,
+            end=end,
+            deltas=deltas,
+        )
+
+    def manifest(self, node: LocalNode) -> Manifest:
+        """Return a node's manifest: tiers, bytes, lengths per head."""
+        with self.store.open_get(node.node_id) as reader:
+            return reader.manifest
+
+    def _chain(self, leaf: LocalNode | None) -> list[Manifest]:
+        if leaf is None:
+            return []
+        last = self.manifest(leaf)
+        above = [LocalNode(node_id, (), False) for node_id in last.ancestors]
+        return [*(self.manifest(node) for node in above), last]

@@ -1,0 +1,235 @@
+"""The prefill engine: context tokens in, a published compressed node out.
+
+Plain Python; knows no Ray and no HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from decimal import Decimal
+
+import torch
+
+from criticalkv.services.prefill.context_pass import ContextPass
+from criticalkv.services.prefill.replay_pass import ReplayPass
+from criticalkv.services.prefill.sinks import SpoolingSink, StreamingSink
+from criticalkv.services.prefill.spool import Spool
+from criticalkv.shared.cache.manifest import ITEMSIZE
+from criticalkv.shared.chain import Chain, ChainLoader, NodeCache
+from criticalkv.shared.config import EvictionConfig, PrefillConfig
+from criticalkv.shared.errors import (
+    CancelledError,
+    ContextLengthError,
+    DeadlineError,
+    InvalidRequestError,
+)
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
+from criticalkv.shared.model.attention import forward
+from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.node_store import NodeStore
+from criticalkv.shared.publish import NodePublisher, Published
+from criticalkv.shared.requests import PrefillRequest, PrefillResult
+
+
+class PrefillEngine:
+    """Computes, compresses and publishes nodes for one model."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        store: NodeStore,
+        config: PrefillConfig,
+        eviction: EvictionConfig,
+        replica: str = "local",
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._eviction = eviction
+        self._replica = replica
+        self._loader = ChainLoader(store, model.spec, NodeCache(0))
+        self._spool = Spool(config.spool_limit_mb << 20)
+
+    def run(
+        self, request: PrefillRequest, cancelled: threading.Event | None = None
+    ) -> PrefillResult:
+        """Publish the node that a request describes.
+
+        Args:
+            request: tokens, policy, ancestors and the view to read them at.
+            cancelled: set it to stop; the prefill ends before its next layer.
+
+        Raises:
+            NodeMissingError: if an ancestor is gone.
+            CancelledError, DeadlineError: nothing is published.
+            NumericsError: if the KV is not finite.
+            InvalidRequestError: if the request does not describe `request.node_id`.
+        """
+        return _Prefill(self, request, cancelled or threading.Event()).run()
+
+    def tiers_up_to(self, store_tier: str) -> tuple[str, ...]:
+        """Return the configured tiers below `store_tier`, then itself."""
+        below = [t for t in self._eviction.tiers if Decimal(t) < Decimal(store_tier)]
+        return (*below, store_tier)
+
+
+class _Prefill:
+    """One request on its way through the engine."""
+
+    def __init__(
+        self, engine: PrefillEngine, request: PrefillRequest, cancelled: threading.Event
+    ) -> None:
+        self._engine = engine
+        self._model = engine._model
+        self._request = request
+        self._cancelled = cancelled
+        self._deadline = time.monotonic() + request.deadline_s
+        dense = request.policy == POLICY_DENSE
+        self._policy = None if dense else Policy.parse(request.policy)
+        self._tiers = ("1",) if dense else engine.tiers_up_to(request.store_tier)
+        self._identity = self._make_identity()
+
+    def run(self) -> PrefillResult:
+        started = time.perf_counter()
+        request = self._request
+        chain = self._engine._loader.load(
+            request.ancestors[-1] if request.ancestors else None,
+            request.salt,
+            view=request.view,
+            check=self._check,
+        )
+        self._check_length(chain)
+        with NodePublisher(
+            self._engine._store,
+            self._identity,
+            secrets.token_hex(16),
+            lease_token=request.lease_token,
+            timeout_s=request.deadline_s,
+        ) as publisher:
+            if self._policy is None or self._policy.streams_layers:
+                return self._stream(publisher, chain, started)
+            with self._engine._spool.reserve(self._full_bytes()):
+                return self._spooled(publisher, chain, self._policy, started)
+
+    def _stream(
+        self, publisher: NodePublisher, chain: Chain, started: float
+    ) -> PrefillResult:
+        sink = StreamingSink(
+            self._model, publisher, self._policy, self._tiers, chain.next_position
+        )
+        forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
+        return self._commit(publisher, chain, sink, forward_s, scoring_s, started)
+
+    def _spooled(
+        self, publisher: NodePublisher, chain: Chain, policy: Policy, started: float
+    ) -> PrefillResult:
+        sink = SpoolingSink(
+            self._model, publisher, policy, self._tiers, chain.next_position
+        )
+        forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
+        if policy.scorer == "replay":
+            replay_started = time.perf_counter()
+            ReplayPass(self._model, policy, chain, sink.layers, self._check).run(
+                self._request.token_ids
+            )
+            scoring_s += time.perf_counter() - replay_started
+        return self._commit(publisher, chain, sink, forward_s, scoring_s, started)
+
+    def _forward(self, plan: ContextPass) -> tuple[float, float]:
+        """Run the context; return seconds of forward and of scoring."""
+        started = time.perf_counter()
+        device = self._model.device
+        tokens = torch.tensor(self._request.token_ids, device=device)
+        begin = plan.first_position
+        positions = torch.arange(begin, begin + tokens.numel(), device=device)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        forward(self._model.model, tokens, positions, plan, none)
+        return time.perf_counter() - started - plan.sink_s, plan.sink_s
+
+    def _commit(
+        self,
+        publisher: NodePublisher,
+        chain: Chain,
+        sink: StreamingSink | SpoolingSink,
+        forward_s: float,
+        scoring_s: float,
+        started: float,
+    ) -> PrefillResult:
+        packing = time.perf_counter()
+        self._check()
+        ranking = sink.finish()
+        scoring_s += time.perf_counter() - packing
+        request = self._request
+        published = publisher.commit(
+            token_ids=request.token_ids,
+            ancestors=request.ancestors,
+            next_position=chain.next_position + len(request.token_ids),
+            head_dim=self._model.spec.head_dim,
+            tiers=ranking.tiers,
+            nested=ranking.nested,
+            pending_ids=request.pending_ids,
+            prefill_ms=1e3 * (time.perf_counter() - started),
+            ttl_ms=request.ttl_ms,
+        )
+        return self._result(published, forward_s, scoring_s, started)
+
+    def _result(
+        self, published: Published, forward_s: float, scoring_s: float, started: float
+    ) -> PrefillResult:
+        manifest = published.manifest
+        return PrefillResult(
+            node_id=manifest.node_id,
+            tiers=manifest.tiers,
+            tier_bytes=tuple(manifest.tier_bytes()),
+            tier_entries=tuple(manifest.tier_entries()),
+            full_entries=manifest.full_entries,
+            num_tokens=manifest.num_tokens,
+            next_position=manifest.next_position,
+            prefill_ms=1e3 * forward_s,
+            scoring_ms=1e3 * scoring_s,
+            total_ms=1e3 * (time.perf_counter() - started),
+            stored_bytes=published.stored_bytes,
+            published=published.published,
+            replica=self._engine._replica,
+        )
+
+    def _make_identity(self) -> Identity:
+        spec, request = self._model.spec, self._request
+        identity = Identity(
+            model_digest=spec.model_digest,
+            tokenizer_digest=spec.tokenizer_digest,
+            dtype=spec.dtype,
+            policy=POLICY_DENSE if self._policy is None else self._policy.canonical(),
+            salt=request.salt,
+            parent=request.ancestors[-1] if request.ancestors else None,
+            view=request.view,
+            tokens=tokens_digest(request.token_ids),
+        )
+        if identity.node_id != request.node_id:
+            raise InvalidRequestError(
+                "the request does not describe the node it names: caller and worker differ in "
+                "model, tokenizer, dtype or policy",
+                param="node_id",
+            )
+        return identity
+
+    def _check_length(self, chain: Chain) -> None:
+        end = chain.next_position + len(self._request.token_ids)
+        limit = self._model.spec.max_positions
+        if end >= limit:
+            raise ContextLengthError(f"the context has {end} tokens; the model's limit is {limit}")
+
+    def _full_bytes(self) -> int:
+        spec = self._model.spec
+        entry = 2 * spec.head_dim * ITEMSIZE[spec.dtype]
+        return len(self._request.token_ids) * spec.num_layers * spec.num_kv_heads * entry
+
+    def _check(self) -> None:
+        if self._cancelled.is_set():
+            raise CancelledError("the prefill was cancelled")
+        if time.monotonic() > self._deadline:
+            raise DeadlineError("the prefill's deadline has passed")
+
+

@@ -1,0 +1,121 @@
+"""Replay: the model repeats the context, and its attention says what it needed for that.
+
+For each chunk of the context's own tokens: a short instruction and the chunk run at
+positions that continue after the context; softmax over everything visible, scores for
+the context's columns only; the replay's own KV is dropped. Source: KVzip, in the
+variant of replaying fixed chunks after a short instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from criticalkv.kernels import ops
+from criticalkv.services.prefill.sinks import SpooledLayer
+from criticalkv.shared.cache.ragged import RaggedLayer, dense_layer
+from criticalkv.shared.chain import Chain, merge_layers
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.replay import ReplayScorer
+from criticalkv.shared.eviction.scores import uses_relative
+from criticalkv.shared.model.attention import forward
+from criticalkv.shared.model.loader import LoadedModel
+
+INSTRUCTION = "\n\nRepeat the previous context exactly:\n\n"
+
+
+class ReplayPass:
+    """AttentionPlan of one replayed chunk; scores add up over chunks."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        chain: Chain,
+        layers: list[SpooledLayer],
+        check: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._policy = policy
+        self._chain = chain
+        self._layers = layers
+        self._check = check
+        self._scorer = ReplayScorer(policy, len(layers))
+        self._instruction = model.chat.encode_content(INSTRUCTION)
+
+    def run(self, token_ids: Sequence[int]) -> None:
+        """Replay all tokens and give every full-attention layer its scores.
+
+        Args:
+            token_ids: the node's own tokens.
+        """
+        end = self._chain.next_position + len(token_ids)
+        device = self._model.device
+        for start in range(0, len(token_ids), self._policy.chunk):
+            chunk = list(token_ids[start : start + self._policy.chunk])
+            tokens = torch.tensor([*self._instruction, *chunk], device=device)
+            positions = torch.arange(end, end + tokens.numel(), device=device)
+            none = torch.empty(0, dtype=torch.int64, device=device)
+            forward(self._model.model, tokens, positions, self, none)
+        for index, spooled in enumerate(self._layers):
+            if spooled.window is None:
+                spooled.scores = self._scorer.layer_scores(
+                    index, values=spooled.values.to(device), w_o=self._model.w_o(index)
+                )
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        """See AttentionPlan."""
+        self._check()
+        context = self._context(layer)
+        begin = self._chain.next_position + self._layers[layer].keys.shape[1]
+        positions = torch.arange(begin, begin + key.shape[1], device=key.device)
+        out, _ = ops.ragged_attention(
+            query,
+            context.keys,
+            context.values,
+            context.cu_seqlens,
+            key,
+            value,
+            scaling=scaling,
+            window=window,
+            prefix_positions=context.positions,
+            query_positions=positions,
+            tail_positions=positions,
+        )
+        if window is None:
+            self._score(layer, query, key, out, scaling)
+        return out
+
+    def _score(self, layer: int, query: Tensor, key: Tensor, out: Tensor, scaling: float) -> None:
+        # Only the repeated tokens ask; the instruction's own queries do not count.
+        skip = len(self._instruction)
+        parent = self._chain.layer(layer, self._model.spec, key.device)
+        has_parent = parent.keys.shape[0] > 0
+        norms = None
+        if uses_relative(self._policy):
+            norms = ops.output_norms(out[:, skip:], self._model.w_o(layer))
+        self._scorer.add_chunk(
+            layer,
+            queries=query[:, skip:],
+            keys=self._layers[layer].keys.to(key.device),
+            tail_keys=key,
+            scaling=scaling,
+            output_norm=norms,
+            prefix_keys=parent.keys if has_parent else None,
+            prefix_cu=parent.cu_seqlens if has_parent else None,
+        )
+
+    def _context(self, layer: int) -> RaggedLayer:
+        spooled = self._layers[layer]
+        device = self._model.device
+        own = dense_layer(
+            spooled.keys.to(device), spooled.values.to(device), self._chain.next_position
+        )
+        if not self._chain.nodes:
+            return own
+        return merge_layers([self._chain.layer(layer, self._model.spec, device), own])

@@ -1,0 +1,163 @@
+"""What happens to a layer once its attention is done: three ways to compress a node.
+
+`StreamingSink` ranks, sends and frees each layer at once. `SpoolingSink` keeps full KV on
+the host until every layer has scores: from the context's own window, or from a replay.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from criticalkv.kernels import ops
+from criticalkv.services.prefill.context_pass import LayerPass
+from criticalkv.shared.cache.ranking import Ranking, build_layer, join_rankings, rank_layers
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.scores import LayerScores, uses_relative
+from criticalkv.shared.eviction.window import make_window_scores
+from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.publish import NodePublisher
+
+
+class Sink(Protocol):
+    """A LayerSink that ends with a ranking."""
+
+    def take(self, layer: LayerPass) -> None:
+        """See LayerSink."""
+        ...
+
+    def finish(self) -> Ranking:
+        """Send what is left and return the node's ranking."""
+        ...
+
+
+class StreamingSink:
+    """Ranks, sends and frees each layer by itself. Also dense nodes (policy None)."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        publisher: NodePublisher,
+        policy: Policy | None,
+        tiers: tuple[str, ...],
+        first_position: int,
+    ) -> None:
+        self._model = model
+        self._publisher = publisher
+        self._policy = policy
+        self._tiers = tiers
+        self._first = first_position
+        self._rankings: list[Ranking] = []
+
+    def take(self, layer: LayerPass) -> None:
+        """Score, rank and send one layer."""
+        scores, keys, values, first = own_scores(
+            self._model, self._policy, layer, self._first
+        )
+        ranking = rank_layers([scores], self._policy, self._tiers)
+        self._rankings.append(ranking)
+        packed = build_layer(ranking, 0, keys, values, first)
+        self._publisher.send(packed, ranking.tier_lens[:, 0])
+
+    def finish(self) -> Ranking:
+        """Join the layers' rankings."""
+        return join_rankings(self._rankings)
+
+
+class SpooledLayer:
+    """Full KV of one layer, on the host."""
+
+    def __init__(self, layer: LayerPass, scores: LayerScores | None) -> None:
+        self.keys = layer.key.contiguous().cpu()
+        self.values = layer.value.contiguous().cpu()
+        self.window = layer.window
+        self.scores = scores
+
+
+class SpoolingSink:
+    """Keeps every layer until all have scores, then ranks and sends the whole node."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        publisher: NodePublisher,
+        policy: Policy,
+        tiers: tuple[str, ...],
+        first_position: int,
+    ) -> None:
+        self._model = model
+        self._publisher = publisher
+        self._policy = policy
+        self._tiers = tiers
+        self._first = first_position
+        self.layers: list[SpooledLayer] = []
+
+    def take(self, layer: LayerPass) -> None:
+        """Keep a layer; score it now if the policy looks at the context's own queries."""
+        scores = None
+        if self._policy.scorer == "window":
+            scores = own_scores(self._model, self._policy, layer, self._first)[0]
+        self.layers.append(SpooledLayer(layer, scores))
+
+    def finish(self) -> Ranking:
+        """Rank over all layers and send them, freeing each as it goes."""
+        first = [
+            self._first + _cut_start(s.keys.shape[1], s.window) for s in self.layers
+        ]
+        ranking = rank_layers(
+            [self._scores_of(i) for i in range(len(self.layers))], self._policy, self._tiers
+        )
+        for index in range(len(self.layers)):
+            spooled = self.layers[index]
+            begin = first[index] - self._first
+            packed = build_layer(
+                ranking, index, spooled.keys[:, begin:], spooled.values[:, begin:], first[index]
+            )
+            spooled.keys = spooled.values = torch.empty(0)
+            self._publisher.send(packed, ranking.tier_lens[:, index])
+        return ranking
+
+    def _scores_of(self, index: int) -> LayerScores:
+        spooled = self.layers[index]
+        if spooled.window is not None:
+            heads, n, _ = spooled.keys.shape
+            return LayerScores.everything(heads, n - _cut_start(n, spooled.window))
+        assert spooled.scores is not None
+        return spooled.scores
+
+
+def own_scores(
+    model: LoadedModel, policy: Policy | None, layer: LayerPass, first_position: int
+) -> tuple[LayerScores, Tensor, Tensor, int]:
+    """Score a layer by its own window queries.
+
+    Returns:
+        scores, then the keys and values they are about and the position of the first: a
+        sliding-window layer is cut to its last `window` entries and keeps them all.
+    """
+    heads, n, _ = layer.key.shape
+    if policy is None or layer.window is not None:
+        begin = _cut_start(n, layer.window)
+        scores = LayerScores.everything(heads, n - begin, layer.key.device)
+        return scores, layer.key[:, begin:], layer.value[:, begin:], first_position + begin
+    w_o = model.w_o(layer.index)
+    queries, out = layer.query[:, -policy.window :], layer.out[:, -policy.window :]
+    has_prefix = layer.prefix.keys.shape[0] > 0
+    scores = make_window_scores(
+        policy,
+        queries=queries,
+        keys=layer.key,
+        values=layer.value,
+        w_o=w_o,
+        scaling=layer.scaling,
+        output_norm=ops.output_norms(out, w_o) if uses_relative(policy) else None,
+        prefix_keys=layer.prefix.keys if has_prefix else None,
+        prefix_cu=layer.prefix.cu_seqlens if has_prefix else None,
+    )
+    return scores, layer.key, layer.value, first_position
+
+
+def _cut_start(n: int, window: int | None) -> int:
+    return 0 if window is None else max(0, n - window)

@@ -1,0 +1,372 @@
+"""Nodes: publishing, finding, extending, pinning and dropping them.
+
+The manifest hash is the node: who removes it has removed the node for every reader.
+Payloads are written and read elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.store import keys, scripts
+from criticalkv.services.store.books import Books, value_of
+from criticalkv.services.store.redis_data import Argument, Call, RedisData
+from criticalkv.shared.cache.manifest import Manifest
+from criticalkv.shared.config import StoreConfig
+from criticalkv.shared.errors import LeaseLostError, NodeMissingError
+
+UNLINK_STEP = 64
+"""Segments (≤ 1 MiB each) unlinked at once: freeing more stalls Redis noticeably."""
+ADOPTION_MS = 30_000
+"""How long a child may be announced to its parent before it is published."""
+ANCESTOR_MARGIN_MS = 2_000
+"""By how much an ancestor outlives the node below it."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a read starts from."""
+
+    generation: int
+    attempt: str
+    parts: bytes
+
+
+class Nodes:
+    """All nodes of the store."""
+
+    def __init__(self, redis: RedisData, books: Books, config: StoreConfig) -> None:
+        self._redis = redis
+        self._books = books
+        self._node_ttl_ms = config.node_ttl_s * 1000
+        self._record_ttl_ms = config.record_ttl_s * 1000
+        self._grace_ms = int(config.read_deadline_s * 1000)
+
+    async def publish(
+        self,
+        manifest: Manifest,
+        commit: pb.PutCommit,
+        lease_token: str,
+    ) -> pb.PutResult:
+        """Make a node visible, unless an equal or better one is.
+
+        Raises:
+            LeaseLostError: if another holds the node's lease, or segments have expired.
+        """
+        node_id, ttl_ms = manifest.node_id, commit.ttl_ms or self._node_ttl_ms
+        await self._adopt(manifest)
+        reply = await self._redis.run(
+            scripts.PUBLISH,
+            [
+                keys.manifest(node_id),
+                keys.pins(node_id),
+                keys.pinned_below(node_id),
+                keys.lease(node_id),
+                keys.record(node_id),
+            ],
+            [
+                keys.segments(node_id, manifest.attempt),
+                len(manifest.segments),
+                lease_token,
+                ttl_ms,
+                self._grace_ms,
+                commit.token_record,
+                commit.record_ttl_ms or self._record_ttl_ms,
+                manifest.tiers[-1],
+                *_fields(manifest, commit),
+            ],
+        )
+        return await self._published(manifest, reply, ttl_ms)
+
+    async def _published(
+        self, manifest: Manifest, reply: list[bytes | int], ttl_ms: int
+    ) -> pb.PutResult:
+        node_id, outcome = manifest.node_id, reply[0]
+        if outcome == b"lease":
+            raise LeaseLostError("another worker holds the node's lease")
+        if outcome == b"missing":
+            raise LeaseLostError(f"segment {reply[1]!r} has expired before the commit")
+        if outcome == b"present":
+            await self.touch(node_id, ttl_ms)
+            return pb.PutResult(published=False, generation=int(reply[1]))
+        nbytes = manifest.tier_bytes()[-1]
+        value = value_of(cost_of(manifest), 0, nbytes)
+        await self._books.publish(
+            node_id, manifest.attempt, nbytes, len(manifest.segments), value
+        )
+        if reply[2] and reply[2] != manifest.attempt.encode():
+            old = keys.member(node_id, _text(reply[2]))
+            await self._books.trash(old, self._grace_ms)
+        await self._adopt(manifest)
+        await self._extend(list(manifest.ancestors), ttl_ms + ANCESTOR_MARGIN_MS)
+        return pb.PutResult(published=True, generation=int(reply[1]), stored_bytes=nbytes)
+
+    async def open(self, node_id: str) -> Opened:
+        """Read the manifest and count the hit.
+
+        Raises:
+            NodeMissingError: if there is no such node.
+        """
+        node = await self._redis.run(scripts.OPEN, [keys.manifest(node_id)], [])
+        if node is None:
+            raise NodeMissingError.of(node_id, "not stored")
+        generation, attempt, parts, cost, nbytes, hits = node
+        await self._books.use(node_id, value_of(float(cost), int(hits), int(nbytes)))
+        return Opened(int(generation), attempt.decode(), parts)
+
+    async def stat(self, node_ids: Sequence[str]) -> list[pb.NodeStat]:
+        """Describe nodes, in the order asked."""
+        commands: list[Sequence[Argument]] = []
+        for node_id in node_ids:
+            commands.append(("HMGET", keys.manifest(node_id), "stat", "generation"))
+            commands.append(("PTTL", keys.manifest(node_id)))
+            commands.append(("SCARD", keys.pins(node_id)))
+        replies = await self._redis.commands(commands)
+        return [
+            _stat(node_id, *replies[3 * i : 3 * i + 3]) for i, node_id in enumerate(node_ids)
+        ]
+
+    async def present(self, node_ids: Sequence[str]) -> list[bool]:
+        """Whether each node is stored."""
+        replies = await self._redis.commands(
+            [("EXISTS", keys.manifest(node_id)) for node_id in node_ids]
+        )
+        return [bool(reply) for reply in replies]
+
+    async def known(self, node_id: str) -> bool:
+        """Whether the node or at least its token record is stored."""
+        found = await self._redis.command("EXISTS", keys.manifest(node_id), keys.record(node_id))
+        return bool(found)
+
+    async def records(self, node_ids: Sequence[str]) -> list[bytes]:
+        """Token records, empty where there is none."""
+        replies = await self._redis.commands(
+            [("GET", keys.record(node_id)) for node_id in node_ids]
+        )
+        return [bytes(reply or b"") for reply in replies]
+
+    async def touch(self, node_id: str, ttl_ms: int) -> bool:
+        """Extend a node and its ancestors; False if the node is not stored."""
+        ancestors = await self.ancestors(node_id)
+        if ancestors is None:
+            return False
+        await self._extend(ancestors, ttl_ms + ANCESTOR_MARGIN_MS)
+        return bool(await self._extend([node_id], ttl_ms))
+
+    async def pin(self, tenant: str, node_id: str) -> int:
+        """Keep a node and its ancestors; return the node's number of pins.
+
+        Raises:
+            NodeMissingError: if the node is not stored.
+        """
+        ancestors = await self.ancestors(node_id)
+        pins = -1
+        if ancestors is not None:
+            calls = [self._pin(1, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors]
+            await self._redis.run_many(calls)
+            own = self._pin(1, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
+            pins = int((await self._redis.run_many([own]))[0])
+        if pins < 0:
+            raise NodeMissingError.of(node_id, "not stored")
+        return pins
+
+    async def unpin(self, tenant: str, node_id: str) -> int:
+        """Take one tenant's pin back; return how many remain."""
+        own = self._pin(0, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
+        pins = int((await self._redis.run_many([own]))[0])
+        if pins == 0:
+            calls = [
+                self._pin(0, a, keys.pinned_below(a), keys.pins(a), node_id)
+                for a in await self.ancestors(node_id) or []
+            ]
+            await self._redis.run_many(calls)
+        return pins
+
+    async def drop(self, node_id: str, attempt: str = "", guard: str = "") -> tuple[str, int]:
+        """Remove a node's KV, its manifest first.
+
+        Args:
+            attempt: drop only if the manifest names it; empty = any.
+            guard: "" nothing protects the node, "evict" pins and children do,
+                "unbind" handles too.
+
+        Returns:
+            ("dropped", bytes) or (why not, 0): absent, other, pinned, parent, bound.
+        """
+        reply = await self._redis.run(
+            scripts.DROP,
+            [
+                keys.manifest(node_id),
+                keys.pins(node_id),
+                keys.pinned_below(node_id),
+                keys.children(node_id),
+                keys.bindings(node_id),
+            ],
+            [attempt, guard],
+        )
+        outcome = _text(reply[0])
+        if outcome == "parent" and await self._forget_dead_children(node_id):
+            return await self.drop(node_id, attempt, guard)
+        if outcome == "absent":
+            await self._books.forget(node_id)
+        if outcome != "dropped":
+            return outcome, 0
+        _, gone, count, nbytes, parent = reply
+        await self._dispose(node_id, _text(gone), int(count), _text(parent))
+        return outcome, int(nbytes)
+
+    async def delete_unreferenced(self, node_id: str) -> list[str]:
+        """Remove a node and its record if nothing refers to it, then its ancestors.
+
+        Returns:
+            The nodes that went, the given one first.
+        """
+        ancestors = await self._lineage(node_id)
+        gone: list[str] = []
+        for candidate in [node_id, *reversed(ancestors)]:
+            outcome, _ = await self.drop(candidate, guard="unbind")
+            if outcome not in ("dropped", "absent"):
+                break
+            await self._redis.command("UNLINK", keys.record(candidate))
+            if outcome == "dropped":
+                gone.append(candidate)
+        return gone
+
+    async def unlink_segments(self, node_id: str, attempt: str, count: int) -> None:
+        """Free an attempt's segments, in steps of at most 64 MiB."""
+        for begin in range(0, count, UNLINK_STEP):
+            names = [
+                keys.segment(node_id, attempt, i)
+                for i in range(begin, min(begin + UNLINK_STEP, count))
+            ]
+            await self._redis.command("UNLINK", *names)
+
+    async def ancestors(self, node_id: str) -> list[str] | None:
+        """A node's ancestors, root first; None if it is not stored."""
+        found = await self._redis.command("HGET", keys.manifest(node_id), "ancestors")
+        return None if found is None else found.decode().split()
+
+    async def _lineage(self, node_id: str) -> list[str]:
+        # Without the manifest (expired) the ancestors are found through the record.
+        return await self.ancestors(node_id) or []
+
+    async def _dispose(self, node_id: str, attempt: str, count: int, parent: str) -> None:
+        await self.unlink_segments(node_id, attempt, count)
+        await self._books.release(keys.member(node_id, attempt))
+        await self._books.forget(node_id)
+        if parent:
+            await self._redis.command("ZREM", keys.children(parent), node_id)
+
+    async def _forget_dead_children(self, node_id: str) -> bool:
+        found = await self._redis.command("ZRANGE", keys.children(node_id), 0, -1)
+        children = [child.decode() for child in found]
+        alive = await self.present(children)
+        dead = [child for child, lives in zip(children, alive, strict=True) if not lives]
+        if not dead:
+            return False
+        return bool(await self._redis.run(scripts.DISOWN, [keys.children(node_id)], dead))
+
+    async def _adopt(self, manifest: Manifest) -> None:
+        if manifest.ancestors:
+            parent = manifest.ancestors[-1]
+            await self._redis.run(
+                scripts.ADOPT, [keys.children(parent)], [manifest.node_id, ADOPTION_MS]
+            )
+
+    async def _extend(self, node_ids: Sequence[str], ttl_ms: int) -> int:
+        calls: list[Call] = [
+            (
+                scripts.TOUCH,
+                [keys.manifest(node_id), keys.record(node_id)],
+                [keys.segments(node_id, "")[:-1], ttl_ms, self._grace_ms, self._record_ttl_ms],
+            )
+            for node_id in node_ids
+        ]
+        return sum(await self._redis.run_many(calls)) if calls else 0
+
+    def _pin(self, on: int, node_id: str, changed: str, other: str, member: str) -> Call:
+        return (
+            scripts.PIN,
+            [keys.manifest(node_id), changed, other, keys.record(node_id)],
+            [
+                on,
+                keys.segments(node_id, "")[:-1],
+                member,
+                self._node_ttl_ms,
+                self._grace_ms,
+                self._record_ttl_ms,
+            ],
+        )
+
+
+def cost_of(manifest: Manifest) -> float:
+    """What recomputing a node costs: milliseconds of prefill, else its tokens."""
+    return manifest.prefill_ms or float(manifest.num_tokens)
+
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Return manifest parts as one value, each preceded by its length."""
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def split_parts(data: bytes) -> list[bytes]:
+    """Undo `join_parts`."""
+    parts, at = [], 0
+    while at < len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        parts.append(data[at + 4 : end])
+        at = end
+    return parts
+
+
+def _fields(manifest: Manifest, commit: pb.PutCommit) -> list[Argument]:
+    return [
+        "attempt",
+        manifest.attempt,
+        "parts",
+        join_parts(commit.manifest_parts),
+        "stat",
+        _describe(manifest).SerializeToString(),
+        "bytes",
+        manifest.tier_bytes()[-1],
+        "cost",
+        repr(cost_of(manifest)),
+        "ancestors",
+        " ".join(manifest.ancestors),
+        "parent",
+        manifest.identity.parent or "",
+    ]
+
+
+def _describe(manifest: Manifest) -> pb.NodeStat:
+    return pb.NodeStat(
+        node_id=manifest.node_id,
+        present=True,
+        tiers=manifest.tiers,
+        tier_bytes=manifest.tier_bytes(),
+        tier_entries=manifest.tier_entries(),
+        full_entries=manifest.full_entries,
+        num_tokens=manifest.num_tokens,
+        next_position=manifest.next_position,
+        pending_ids=manifest.pending_ids,
+        ancestors=manifest.ancestors,
+        view=manifest.identity.view,
+        policy=manifest.identity.policy,
+    )
+
+
+def _stat(node_id: str, fields: list[bytes | None], ttl_ms: int, pins: int) -> pb.NodeStat:
+    described, generation = fields
+    if described is None or generation is None:
+        return pb.NodeStat(node_id=node_id)
+    stat = pb.NodeStat.FromString(described)
+    stat.generation = int(generation)
+    stat.ttl_ms = max(ttl_ms, 0)
+    stat.pinned = pins > 0
+    return stat
+
+
+def _text(value: bytes | int) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

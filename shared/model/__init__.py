@@ -1,0 +1,1 @@
+"""Models: where they come from, what identifies them, and how they run."""

@@ -1,0 +1,72 @@
+"""Load a model's weights, ready to run by plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from criticalkv.shared.cache.wire import TORCH_DTYPE
+from criticalkv.shared.config import ModelConfig
+from criticalkv.shared.errors import ConfigError
+from criticalkv.shared.model.attention import IMPLEMENTATION
+from criticalkv.shared.model.chat import ChatTemplate
+from criticalkv.shared.model.spec import ModelSpec, load_spec, load_tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory with its tokenizer and chat template."""
+
+    spec: ModelSpec
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatTemplate
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    def w_o(self, layer: int) -> Tensor:
+        """Output projection of a layer, [hidden_size, num_q_heads * head_dim]."""
+        weight: Tensor = self.model.model.layers[layer].self_attn.o_proj.weight
+        return weight.detach()
+
+
+def load_model(config: ModelConfig, threads: int | None = None) -> LoadedModel:
+    """Load a model onto one device.
+
+    Args:
+        config: which model.
+        threads: torch threads of this process on CPU; None leaves them alone.
+
+    Raises:
+        ConfigError: if the weights do not fit on the GPU (one GPU per replica).
+        ModelNotFoundError, UnsupportedModelError: as load_spec.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    spec = load_spec(config)
+    if spec.device == "cuda":
+        _check_fits(spec)
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.path, dtype=TORCH_DTYPE[spec.dtype], attn_implementation=IMPLEMENTATION
+    )
+    tokenizer = load_tokenizer(spec)
+    return LoadedModel(spec, model.to(spec.device).eval(), tokenizer, ChatTemplate(tokenizer))
+
+
+def _check_fits(spec: ModelSpec) -> None:
+    from pathlib import Path
+
+    stored = sum(file.stat().st_size for file in Path(spec.path).glob("*.safetensors"))
+    free, _ = torch.cuda.mem_get_info()
+    if stored > free * 0.95:
+        raise ConfigError(
+            f"{spec.name} has {stored / 2**30:.1f} GiB of weights but the GPU has "
+            f"{free / 2**30:.1f} GiB free; a replica uses exactly one GPU",
+            param="model.path",
+        )

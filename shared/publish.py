@@ -1,0 +1,164 @@
+"""Publishing a node: layers in, manifest last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from criticalkv.shared.cache.manifest import Manifest, Segment
+from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer
+from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.cache.wire import pack_layer
+from criticalkv.shared.errors import NumericsError
+from criticalkv.shared.identity import Identity
+from criticalkv.shared.node_store import NodeStore
+
+
+@dataclass(frozen=True)
+class Published:
+    """A node that readers can see now."""
+
+    manifest: Manifest
+    published: bool
+    stored_bytes: int
+
+
+class NodePublisher:
+    """Sends a node layer by layer and publishes it with `commit`.
+
+    A context manager: leaving it without a commit publishes nothing.
+    """
+
+    def __init__(
+        self,
+        store: NodeStore,
+        identity: Identity,
+        attempt: str,
+        *,
+        lease_token: str = "",
+        expected_bytes: int = 0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._identity = identity
+        self._attempt = attempt
+        self._segments: list[Segment] = []
+        self._lens: list[Tensor] = []
+        self._writer = store.open_put(
+            identity.node_id,
+            attempt,
+            lease_token=lease_token,
+            expected_bytes=expected_bytes,
+            timeout_s=timeout_s,
+        )
+
+    def __enter__(self) -> NodePublisher:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+    def send(self, layer: RaggedLayer, tier_lens: Tensor) -> None:
+        """Send the next layer.
+
+        Args:
+            layer: entries in rank order.
+            tier_lens: int64 [tiers, kv_heads].
+
+        Raises:
+            NumericsError: if a key or value is not finite.
+        """
+        if not (_finite(layer.keys) and _finite(layer.values)):
+            raise NumericsError(f"non-finite KV in layer {len(self._lens)}")
+        for segment, payload in pack_layer(len(self._lens), layer, tier_lens):
+            self._segments.append(segment)
+            self._writer.send(payload)
+        self._lens.append(tier_lens.cpu())
+
+    def commit(
+        self,
+        *,
+        token_ids: Sequence[int],
+        ancestors: Sequence[str],
+        next_position: int,
+        head_dim: int,
+        tiers: Sequence[str],
+        nested: bool = True,
+        pending_ids: Sequence[int] = (),
+        prefill_ms: float = 0.0,
+        ttl_ms: int = 0,
+    ) -> Published:
+        """Publish the manifest; after this every reader sees the whole node.
+
+        Raises:
+            StoreFullError, LeaseLostError, StoreUnavailableError: nothing is published.
+        """
+        lens = torch.stack(self._lens, dim=1)
+        manifest = Manifest(
+            identity=self._identity,
+            attempt=self._attempt,
+            ancestors=tuple(ancestors),
+            num_tokens=len(token_ids),
+            next_position=next_position,
+            pending_ids=tuple(pending_ids),
+            num_layers=lens.shape[1],
+            num_kv_heads=lens.shape[2],
+            head_dim=head_dim,
+            tiers=tuple(tiers),
+            nested=nested,
+            prefill_ms=prefill_ms,
+            tier_lens=lens.tolist(),
+            segments=tuple(self._segments),
+        )
+        record = TokenRecord(
+            identity=self._identity,
+            token_ids=tuple(token_ids),
+            ancestors=tuple(ancestors),
+            pending_ids=tuple(pending_ids),
+            store_tier=tiers[-1],
+        )
+        result = self._writer.commit(manifest, record, ttl_ms=ttl_ms)
+        return Published(manifest, result.published, result.stored_bytes)
+
+
+def publish_dense(
+    store: NodeStore,
+    identity: Identity,
+    cache: RaggedCache,
+    *,
+    token_ids: Sequence[int],
+    ancestors: Sequence[str],
+    attempt: str,
+    pending_ids: Sequence[int] = (),
+    prefill_ms: float = 0.0,
+    ttl_ms: int = 0,
+) -> Published:
+    """Publish a node that keeps every entry, such as a turn."""
+    with NodePublisher(store, identity, attempt, expected_bytes=cache.nbytes) as publisher:
+        for index, layer in enumerate(cache.layers):
+            publisher.send(layer, cache.tier_lens[:, index])
+        return publisher.commit(
+            token_ids=token_ids,
+            ancestors=ancestors,
+            next_position=cache.next_position,
+            head_dim=cache.layers[0].keys.shape[1],
+            tiers=cache.tiers,
+            pending_ids=pending_ids,
+            prefill_ms=prefill_ms,
+            ttl_ms=ttl_ms,
+        )
+
+
+def _finite(tensor: Tensor) -> bool:
+    # A sum is finite only if every term is (or opposite infinities give NaN); one pass,
+    # no temporary. fp16 sums may overflow, hence the float32 accumulator.
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
