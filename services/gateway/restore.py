@@ -84,11 +84,11 @@ def _needed_tiers(
     """Return the tier each node must hold: the highest that a lost descendant read."""
     needed: list[str | None] = [None] * len(records)
     needed[-1] = at_least
-    for record, stat in zip(records, stats, strict=True):
-        if stat.present:
+    for i in reversed(range(len(records))):
+        if _is_usable(stats[i], needed[i]):
             continue
-        for i, tier in enumerate(record.identity.view):
-            needed[i] = max(filter(None, (needed[i], tier)), key=Decimal)
+        for j, tier in enumerate(records[i].identity.view):
+            needed[j] = max(filter(None, (needed[j], tier)), key=Decimal)
     return needed
 
 

@@ -6,6 +6,7 @@ Payloads are written and read elsewhere.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ from criticalkv.services.store import keys, scripts
 from criticalkv.services.store.books import Books, value_of
 from criticalkv.services.store.redis_data import Argument, Call, RedisData
 from criticalkv.shared.cache.manifest import Manifest
+from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.config import StoreConfig
-from criticalkv.shared.errors import LeaseLostError, NodeMissingError
+from criticalkv.shared.errors import CorruptNodeError, LeaseLostError, NodeMissingError
 
 UNLINK_STEP = 64
 """Segments (≤ 1 MiB each) unlinked at once: freeing more stalls Redis noticeably."""
@@ -250,7 +252,15 @@ class Nodes:
 
     async def _lineage(self, node_id: str) -> list[str]:
         # Without the manifest (expired) the ancestors are found through the record.
-        return await self.ancestors(node_id) or []
+        found = await self.ancestors(node_id)
+        if found is not None:
+            return found
+        data = await self._redis.command("GET", keys.record(node_id))
+        try:
+            record = await asyncio.to_thread(TokenRecord.decode, data or b"")
+        except CorruptNodeError:
+            return []
+        return list(record.ancestors)
 
     async def _dispose(self, node_id: str, attempt: str, count: int, parent: str) -> None:
         await self.unlink_segments(node_id, attempt, count)

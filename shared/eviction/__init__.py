@@ -14,7 +14,7 @@ Adding a method
    at the file's end.
 2. Add its name to the Literal in `policy`; a new parameter is a field of Policy (and
    so part of every node's identity), with bounds and a default.
-3. Write the slow oracle of its formula in `tests/shared/eviction/oracle.py`; the
+3. Write the slow oracle of its formula in `tests/shared/eviction/test_selection.py`; the
    parametrized tests then cover it with every other part.
 4. Nothing to prove: ranking verifies that each tier includes the one below, and keeps
    only the highest when a method is not nested.

@@ -1,0 +1,54 @@
+"""The decode deployment: a thin Ray Serve shell around the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from criticalkv.services.decode.engine import DecodeEngine
+from criticalkv.shared.config import Config
+from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.model.loader import load_model
+from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart
+from criticalkv.shared.store_client import StoreClient
+from criticalkv.shared.telemetry import replica_name
+
+Event = DecodeStart | DecodeDelta | DecodeEnd
+
+
+class Decode:
+    """One replica: one model, many turns at once."""
+
+    def __init__(self, config: Config) -> None:
+        self._store = StoreClient.from_config(config.store)
+        model = load_model(config.model, config.decode.threads)
+        self._engine = DecodeEngine(model, self._store, config.decode, replica_name())
+        self._engine.warm_up()
+
+    async def generate(self, request: DecodeRequest) -> AsyncIterator[Event]:
+        """Stream a turn's events. Closing the stream cancels the turn."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event | CriticalKVError] = asyncio.Queue()
+
+        def emit(event: Event | CriticalKVError) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        sequence = self._engine.submit(request, emit)
+        try:
+            while True:
+                event = await asyncio.wait_for(events.get(), request.deadline_s + 30)
+                if isinstance(event, CriticalKVError):
+                    raise event
+                yield event
+                if isinstance(event, DecodeEnd):
+                    return
+        finally:
+            sequence.cancelled.set()
+
+    async def load(self) -> dict[str, int]:
+        """Return what this replica is doing now."""
+        return {"in_flight": self._engine.in_flight, "running": self._engine.running}
+
+    def check_health(self) -> None:
+        """Raise if the store cannot be reached, so that Serve replaces the replica."""
+        self._store.check_health()

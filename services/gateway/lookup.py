@@ -1,0 +1,139 @@
+"""Find the longest stored prefix of a prompt: by token ids, and by aliases.
+
+Reads only; whatever is missing is somebody else's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.gateway.async_store import MAX_IDS, AsyncStore
+from criticalkv.services.gateway.nodes import (
+    Model,
+    Node,
+    Want,
+    child_identity,
+    child_node,
+    enough,
+    with_ancestors,
+)
+from criticalkv.services.gateway.prompt import Answer, Prompt
+from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.errors import NodeMissingError
+from criticalkv.shared.model.chat import ChatTemplate
+
+# A stop string cut out of the answer may leave this much text behind it in the record.
+MAX_EXTRA_CHARS = 512
+
+
+@dataclass(frozen=True)
+class Found:
+    """A stored prefix: its last node, and how far into the prompt it reaches."""
+
+    node: Node | None
+    offset: int
+
+
+class Lookup:
+    """Looks prompts up in the store."""
+
+    def __init__(self, store: AsyncStore, model: Model, template: ChatTemplate) -> None:
+        self._store = store
+        self._model = model
+        self._template = template
+
+    async def longest(self, prompt: Prompt, want: Want) -> Found:
+        """Return the longest stored prefix of resent history."""
+        turn = await self._aliased(prompt.answers, want)
+        exact = await self._exact(prompt, want)
+        return turn if turn is not None and turn.offset >= exact.offset else exact
+
+    async def child(
+        self, parent: Node | None, token_ids: Sequence[int], want: Want
+    ) -> Node | None:
+        """Return the stored compressed node of these tokens, at the wanted view or higher."""
+        views = parent.views(want.read_tier) if parent else [()]
+        names = [child_identity(self._model, parent, v, token_ids, want).node_id for v in views]
+        for stat in await self._store.stat(names):
+            if stat.present and enough(stat.tiers, want.at_least):
+                return child_node(parent, stat)
+        return None
+
+    async def _exact(self, prompt: Prompt, want: Want) -> Found:
+        found = Found(None, 0)
+        for end in prompt.boundaries:
+            node = await self.child(found.node, prompt.ids[found.offset : end], want)
+            if node is None:
+                break
+            found = Found(node, end)
+        return found
+
+    async def _aliased(self, answers: Sequence[Answer], want: Want) -> Found | None:
+        recent = answers[-MAX_IDS:]
+        if not recent:
+            return None
+        entries = await self._store.resolve_aliases([answer.alias for answer in recent])
+        for answer, targets in reversed(list(zip(recent, entries, strict=True))):
+            node = await self._best(answer, targets, want)
+            if node is not None:
+                return Found(node, answer.end)
+        return None
+
+    async def _best(
+        self, answer: Answer, targets: Sequence[pb.AliasTarget], want: Want
+    ) -> Node | None:
+        """Return the turn whose view is equal to the wanted one, else the next higher."""
+        fitting = []
+        for target in targets:
+            node = await self._candidate(target)
+            if node is not None and _at_least(tuple(target.view), node, want.read_tier):
+                fitting.append((tuple(map(Decimal, target.view)), node))
+        for _, node in sorted(fitting, key=lambda pair: pair[0]):
+            if await self._holds(node, answer.text):
+                return node
+        return None
+
+    async def _candidate(self, target: pb.AliasTarget) -> Node | None:
+        stat = (await self._store.stat([target.node_id]))[0]
+        if not stat.present or list(stat.view) != list(target.view):
+            return None
+        try:
+            return await with_ancestors(self._store, stat)
+        except NodeMissingError:
+            return None
+
+    async def _holds(self, node: Node, text: str) -> bool:
+        """Whether the turn's own tokens say what the client says was answered."""
+        record = (await self._store.token_records([node.id]))[0]
+        return record is not None and answers_with(record, text, self._template)
+
+
+def answers_with(record: TokenRecord, text: str, template: ChatTemplate) -> bool:
+    """Whether a turn's tokens, after its generation prompt, decode to `text`."""
+    prompt = template.generation_ids
+    ids = (*record.token_ids, *record.pending_ids)
+    start = _last_index(ids, prompt)
+    if start < 0:
+        return False
+    said = template.decode(ids[start + len(prompt) :])
+    return said.startswith(text) and len(said) - len(text) <= MAX_EXTRA_CHARS
+
+
+def _last_index(ids: Sequence[int], part: Sequence[int]) -> int:
+    part = tuple(part)
+    ids = tuple(ids)
+    for at in range(len(ids) - len(part), -1, -1):
+        if ids[at : at + len(part)] == part:
+            return at
+    return -1
+
+
+def _at_least(view: tuple[str, ...], node: Node, read_tier: str | None) -> bool:
+    """Whether each ancestor was read at the wanted tier or a higher one."""
+    wanted = Node(
+        node.ancestors[-1] if node.ancestors else "", (), node.chain_tiers[:-1], (), 0
+    ).view(read_tier)
+    return all(Decimal(v) >= Decimal(w) for v, w in zip(view, wanted, strict=True))

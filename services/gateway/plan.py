@@ -1,0 +1,187 @@
+"""From a prompt to what decode runs: look up, prefill what is missing, cut the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from criticalkv.services.gateway.async_store import AsyncStore
+from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.lookup import Found, Lookup
+from criticalkv.services.gateway.nodes import Model, Node, Want, child_identity, child_node
+from criticalkv.services.gateway.prefill_once import Prefiller
+from criticalkv.services.gateway.prompt import Prompt
+from criticalkv.services.gateway.restore import Restorer
+from criticalkv.shared.config import GatewayConfig
+from criticalkv.shared.errors import ContextLengthError
+from criticalkv.shared.model.chat import ChatTemplate
+from criticalkv.shared.requests import PrefillRequest, PrefillResult
+
+
+@dataclass
+class Spent:
+    """Prefill work done for one request."""
+
+    results: list[PrefillResult] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this request had computed and written."""
+        return sum(result.num_tokens for result in self.results)
+
+    @property
+    def milliseconds(self) -> float:
+        """Time in prefill workers."""
+        return sum(result.total_ms for result in self.results)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decode runs, and where it came from."""
+
+    parent: Node | None
+    token_ids: tuple[int, ...]
+    spent: Spent
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Original length of everything before the answer."""
+        return (self.parent.next_position if self.parent else 0) + len(self.token_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were in the store already."""
+        return max(0, self.prompt_tokens - len(self.token_ids) - self.spent.tokens)
+
+
+class Planner:
+    """Makes plans for one model."""
+
+    def __init__(
+        self, store: AsyncStore, model: Model, template: ChatTemplate, prefiller: Prefiller,
+        restorer: Restorer, limits: GatewayConfig,
+    ) -> None:
+        self._lookup = Lookup(store, model, template)
+        self._model = model
+        self._prefiller = prefiller
+        self._restorer = restorer
+        self._limits = limits
+
+    async def resent(self, prompt: Prompt, want: Want, room: int, deadline: Deadline) -> Plan:
+        """Plan a prompt that carries the whole conversation.
+
+        Args:
+            prompt: all of it.
+            want: tiers, policy, salt.
+            room: tokens that must stay free for the answer.
+            deadline: of the request.
+
+        Raises:
+            ContextLengthError: before any prefill.
+        """
+        check_room(len(prompt.ids), room, self._model.max_positions)
+        found = await self._lookup.longest(prompt, want)
+        check_room(_length(found, prompt), room, self._model.max_positions)
+        return await self._finish(prompt, found, want, Spent(), deadline)
+
+    async def continued(
+        self, node_id: str, prompt: Prompt, want: Want, room: int, deadline: Deadline,
+        at_least: str | None,
+    ) -> Plan:
+        """Plan new tokens after a stored node, whose KV may have to be rebuilt.
+
+        Raises:
+            ContextLengthError: before any prefill.
+            ContextExpiredError: if neither KV nor record is there.
+        """
+        before = await self._restorer.length(node_id)
+        check_room(before + len(prompt.ids), room, self._model.max_positions)
+        node, done = await self._restorer.restore(node_id, deadline, at_least)
+        found = Found(node, 0)
+        check_room(_length(found, prompt), room, self._model.max_positions)
+        return await self._finish(prompt, found, want, Spent(done), deadline)
+
+    async def store_all(self, prompt: Prompt, want: Want, deadline: Deadline) -> Plan:
+        """Make sure that the nodes of all boundaries are stored; the rest is left out."""
+        check_room(len(prompt.ids), 1, self._model.max_positions)
+        found, spent = await self._lookup.longest(prompt, want), Spent()
+        found = await self._to_last_boundary(prompt, found, want, spent, deadline)
+        return Plan(found.node, (), spent)
+
+    async def restore(self, plan: Plan, deadline: Deadline) -> Plan:
+        """Rebuild the chain of a plan whose KV was lost meanwhile."""
+        assert plan.parent is not None
+        parent, done = await self._restorer.restore(plan.parent.id, deadline)
+        return Plan(parent, plan.token_ids, Spent([*plan.spent.results, *done]))
+
+    async def _finish(
+        self, prompt: Prompt, found: Found, want: Want, spent: Spent, deadline: Deadline
+    ) -> Plan:
+        found = await self._to_last_boundary(prompt, found, want, spent, deadline)
+        return await self._cut(prompt, found, want, spent, deadline)
+
+    async def _to_last_boundary(
+        self, prompt: Prompt, found: Found, want: Want, spent: Spent, deadline: Deadline
+    ) -> Found:
+        for end in prompt.boundaries:
+            if end > found.offset:
+                ids = _pending(found) + prompt.ids[found.offset : end]
+                found = Found(await self._stored(found.node, ids, want, spent, deadline), end)
+        return found
+
+    async def _cut(
+        self, prompt: Prompt, found: Found, want: Want, spent: Spent, deadline: Deadline
+    ) -> Plan:
+        """Send the head of a long suffix to prefill."""
+        ids, limit = _pending(found) + prompt.ids[found.offset :], self._limits.decode_max_suffix_tokens
+        bound = limit if found.node else limit + self._limits.implicit_breakpoint_tokens
+        if len(ids) <= bound:
+            return Plan(found.node, ids, spent)
+        at = prompt.cut(found.offset, len(_pending(found)), limit)
+        node = await self._stored(found.node, ids[:at], want, spent, deadline)
+        return Plan(node, ids[at:], spent)
+
+    async def _stored(
+        self, parent: Node | None, ids: tuple[int, ...], want: Want, spent: Spent,
+        deadline: Deadline,
+    ) -> Node:
+        """Return the node of these tokens, prefilled if need be."""
+        node = await self._lookup.child(parent, ids, want)
+        if node is not None:
+            return node
+        view = parent.view(want.read_tier) if parent else ()
+        request = PrefillRequest(
+            node_id=child_identity(self._model, parent, view, ids, want).node_id,
+            token_ids=ids,
+            policy=want.policy,
+            store_tier=want.store_tier,
+            salt=want.salt,
+            ancestors=parent.chain if parent else (),
+            view=view,
+            ttl_ms=want.ttl_ms,
+        )
+        stat, result = await self._prefiller.ensure(request, want.at_least, deadline)
+        spent.results += [result] if result else []
+        return child_node(parent, stat)
+
+
+def check_room(prompt_tokens: int, room: int, limit: int) -> None:
+    """Refuse a prompt that leaves no room for the answer.
+
+    Raises:
+        ContextLengthError: naming the limit.
+    """
+    if prompt_tokens + room > limit:
+        raise ContextLengthError(
+            f"messages: {prompt_tokens} prompt tokens and {room} for the answer exceed the model's "
+            f"limit of {limit} tokens",
+            param="messages",
+        )
+
+
+def _pending(found: Found) -> tuple[int, ...]:
+    return found.node.pending_ids if found.node else ()
+
+
+def _length(found: Found, prompt: Prompt) -> int:
+    before = found.node.next_position if found.node else 0
+    return before + len(_pending(found)) + len(prompt.ids) - found.offset

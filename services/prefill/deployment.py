@@ -1,0 +1,42 @@
+"""The prefill deployment: a thin Ray Serve shell around the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from criticalkv.services.prefill.engine import PrefillEngine
+from criticalkv.shared.config import Config
+from criticalkv.shared.model.loader import load_model
+from criticalkv.shared.requests import PrefillRequest, PrefillResult
+from criticalkv.shared.store_client import StoreClient
+from criticalkv.shared.telemetry import replica_name
+
+
+class Prefill:
+    """One replica: one model, a few prefills at once."""
+
+    def __init__(self, config: Config) -> None:
+        self._store = StoreClient.from_config(config.store)
+        model = load_model(config.model, config.prefill.threads)
+        self._engine = PrefillEngine(
+            model, self._store, config.prefill, config.eviction, replica_name()
+        )
+        # Not the default executor: a prefill holds its thread for seconds.
+        self._threads = ThreadPoolExecutor(config.prefill.max_ongoing, thread_name_prefix="prefill")
+
+    async def run(self, request: PrefillRequest) -> PrefillResult:
+        """Publish a node. Cancelling the call stops before the next layer."""
+        cancelled = threading.Event()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(
+                self._threads, self._engine.run, request, cancelled
+            )
+        finally:
+            cancelled.set()
+
+    def check_health(self) -> None:
+        """Raise if the store cannot be reached, so that Serve replaces the replica."""
+        self._store.check_health()

@@ -1,0 +1,25 @@
+"""Prometheus metrics of the store; served on loopback if a port is configured."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, start_http_server
+
+
+class Metrics:
+    """All metrics, named once."""
+
+    def __init__(self) -> None:
+        self.puts = Counter("ckv_store_puts", "Puts by outcome", ["outcome"])
+        self.gets = Counter("ckv_store_gets", "Reads by outcome", ["outcome"])
+        self.bytes_in = Counter("ckv_store_written_bytes", "Payload bytes written")
+        self.bytes_out = Counter("ckv_store_read_bytes", "Payload bytes read")
+        self.evictions = Counter("ckv_store_evictions", "Nodes evicted under memory pressure")
+        self.held = Gauge("ckv_store_held_bytes", "Payload bytes held and reserved")
+        self.errors = Counter("ckv_store_errors", "Calls refused, by code", ["code"])
+
+    def serve(self, port: int) -> None:
+        """Serve them over HTTP on 127.0.0.1."""
+        start_http_server(port, addr="127.0.0.1")
+
+
+METRICS = Metrics()

@@ -1,0 +1,351 @@
+"""Decoding over evicted caches equals the untouched model under an additive −inf mask.
+
+The oracle is transformers' own eager attention over the whole token sequence, with a
+mask per layer, per head and per query token: a context's tokens see everything before
+them, a turn's tokens see what the turn's view kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from criticalkv.services.decode import engine as decode_engine
+from criticalkv.services.decode.sequence import Sequence
+from criticalkv.services.local import LocalEngine, LocalNode
+from criticalkv.shared.cache.ragged import RaggedLayer
+from criticalkv.shared.chain import ChainLoader
+from criticalkv.shared.model.attention import IMPLEMENTATION
+from criticalkv.shared.model.loader import LoadedModel
+from torch import Tensor
+
+TOLERANCE = 1e-3
+Factory = Callable[..., LoadedModel]
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 24}),
+    ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    ("qwen3", {}),
+]
+HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
+POLICIES = [
+    "window+uniform+plain",
+    "window+adakv+twostage",
+    "window+model+critical",
+    "replay+uniform+twostage",
+    "replay+model+relative",
+]
+
+
+@dataclass
+class Block:
+    """Consecutive tokens of the sequence, and how later tokens see them.
+
+    `kept[layer][head]` is the set of positions kept at each tier, by tier.
+    """
+
+    start: int
+    end: int
+    node: LocalNode
+
+
+class Conversation:
+    """Contexts and turns over one engine, with everything the oracle needs."""
+
+    def __init__(self, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = model
+        self.engine = LocalEngine(model)
+        self.tokens: list[int] = []
+        self.blocks: list[Block] = []
+        self.views: list[tuple[str, ...]] = []
+        self.logits: list[Tensor] = []
+        forward = decode_engine.forward
+
+        def recording(*args: Any) -> Tensor:
+            out = forward(*args)
+            self.logits.append(out[0].clone())
+            return out
+
+        monkeypatch.setattr(decode_engine, "forward", recording)
+
+    @property
+    def leaf(self) -> LocalNode | None:
+        return self.blocks[-1].node if self.blocks else None
+
+    def add(self, node: LocalNode, count: int, view: tuple[str, ...]) -> None:
+        start = self.blocks[-1].end if self.blocks else 0
+        self.blocks.append(Block(start, start + count, node))
+        self.views.append(view)
+
+    def context(self, ids: list[int], policy: str, tier: str | None = None) -> None:
+        node = self.engine.compress_tokens(ids, policy=policy, parent=self.leaf, tier=tier)
+        self.tokens += ids
+        self.add(node, len(ids), self.engine.manifest(node).identity.view)
+
+    def turn(self, ids: list[int], tier: str | None, new_tokens: int) -> None:
+        """Run a turn and compare it with the oracle."""
+        pending = list(self.engine.manifest(self.leaf).pending_ids) if self.leaf else []
+        self.logits.clear()
+        turn = self.engine.generate(
+            self.leaf, [*pending, *ids], tier=tier, max_tokens=new_tokens, ignore_eos=True
+        )
+        assert turn.end is not None
+        generated = list(turn.token_ids)
+        assert len(generated) == new_tokens
+        published = [*pending, *ids, *generated][:-1]
+        self.tokens += published
+        self.add(turn, len(published), turn.end.view)
+        ours = torch.stack(self.logits)
+        theirs = self.oracle()[-new_tokens:]
+        assert theirs.std() >= 1
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+        check_tokens(generated, ours, theirs)
+
+    def oracle(self) -> Tensor:
+        """Logits [len(tokens), vocab] of the untouched model under the mask."""
+        model, hooks = self.model.model, []
+        for index, layer in enumerate(model.model.layers):
+            mask = self.mask(index)
+            hooks.append(
+                layer.self_attn.register_forward_pre_hook(
+                    lambda _m, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
+                    with_kwargs=True,
+                )
+            )
+        model.set_attn_implementation("eager")
+        try:
+            with torch.inference_mode():
+                logits: Tensor = model(torch.tensor([self.tokens]), use_cache=False).logits[0]
+        finally:
+            model.set_attn_implementation(IMPLEMENTATION)
+            for hook in hooks:
+                hook.remove()
+        return logits
+
+    def mask(self, layer: int) -> Tensor:
+        """Additive mask [1, num_q_heads, n, n] of one layer."""
+        spec, n = self.model.spec, len(self.tokens)
+        index = torch.arange(n)
+        visible = (index[None, :] <= index[:, None]).expand(spec.num_kv_heads, n, n).clone()
+        window = spec.sliding_windows[layer]
+        if window:
+            visible &= index[None, :] > index[:, None] - window
+        for row, view in zip(self.blocks, self.views, strict=True):
+            for column, tier in zip(self.blocks, view, strict=False):
+                visible[:, row.start : row.end, column.start : column.end] &= self.kept(
+                    column, tier, layer
+                )[:, None, :]
+        out = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
+        return out.repeat_interleave(spec.group_size, 0)[None]
+
+    def kept(self, block: Block, tier: str, layer: int) -> Tensor:
+        """Which tokens of a block each head kept at a tier: bool [num_kv_heads, n]."""
+        cache = pristine(self.engine, block.node, tier)
+        heads = self.model.spec.num_kv_heads
+        out = torch.zeros(heads, block.end - block.start, dtype=torch.bool)
+        for head in range(heads):
+            out[head, cache[layer].head(head)[2].long() - block.start] = True
+        return out
+
+
+def pristine(engine: LocalEngine, node: LocalNode, tier: str) -> tuple[RaggedLayer, ...]:
+    """Read a node outside the loader that mutations tamper with."""
+    from criticalkv.shared.cache.wire import assemble
+
+    with engine.store.open_get(node.node_id, tier=tier) as reader:
+        return assemble(reader.manifest, reader.tier, reader).layers
+
+
+def check_tokens(generated: list[int], ours: Tensor, theirs: Tensor) -> None:
+    """Teacher-forced equality. A token could differ rightly only where the oracle's top-2
+    margin is below twice the error that was just measured; none of ours is that close."""
+    top = theirs.topk(2)
+    assert (top.values[:, 0] - top.values[:, 1] > 2 * (ours - theirs).abs().max()).all()
+    assert top.indices[:, 0].tolist() == generated
+
+
+def random_ids(n: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (n,), generator=generator).tolist()
+
+
+@pytest.fixture
+def conversation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Conversation]]:
+    made: list[Conversation] = []
+
+    def make(model: LoadedModel) -> Conversation:
+        made.append(Conversation(model, monkeypatch))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.close()
+
+
+@pytest.mark.parametrize(("family", "extra"), FAMILIES, ids=lambda v: str(v))
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"q{h[0]}kv{h[1]}")
+def test_three_turns_at_different_tiers(
+    family: str,
+    extra: dict[str, Any],
+    heads: tuple[int, int],
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+) -> None:
+    model = tiny_model(family, num_q_heads=heads[0], num_kv_heads=heads[1], **extra)
+    talk = conversation(model)
+    talk.context(random_ids(90, 1), "replay+model+relative")
+    for seed, (question, tier) in enumerate([(17, "0.1"), (1, "0.4"), (2, "0.05")]):
+        talk.turn(random_ids(question, seed), tier, 4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tier", ["0.05", "0.2", "0.6", "1"])
+def test_every_policy_and_tier(
+    policy: str, tier: str, tiny_model: Factory, conversation: Callable[..., Conversation]
+) -> None:
+    talk = conversation(tiny_model())
+    talk.context(random_ids(500, 2), policy)
+    talk.turn(random_ids(17, 3), tier, 3)
+
+
+@pytest.mark.parametrize("policy", ["window+adakv+twostage", "replay+model+relative"])
+def test_short_contexts(
+    policy: str, tiny_model: Factory, conversation: Callable[..., Conversation]
+) -> None:
+    model = tiny_model()
+    for n in range(1, 71):
+        talk = conversation(model)
+        talk.context(random_ids(n, n), policy)
+        talk.turn(random_ids(2, n), "0.2", 2)
+
+
+def test_empty_heads(tiny_model: Factory, conversation: Callable[..., Conversation]) -> None:
+    talk = conversation(tiny_model())
+    talk.context(random_ids(120, 4), "replay+model+plain:sinks=0,recent=0")
+    node = talk.leaf
+    assert node is not None
+    assert (talk.engine.manifest(node).lens[0] == 0).any(), "no head is empty"
+    talk.turn(random_ids(5, 5), "0.05", 4)
+
+
+def test_chain_of_ragged_nodes_read_at_different_tiers(
+    tiny_model: Factory, conversation: Callable[..., Conversation]
+) -> None:
+    talk = conversation(tiny_model())
+    talk.context(random_ids(100, 6), "replay+model+relative")
+    talk.context(random_ids(60, 7), "window+adakv+twostage", tier="0.3")
+    talk.turn(random_ids(3, 8), "0.1", 3)
+    talk.turn(random_ids(3, 9), "0.8", 3)
+
+
+def test_sliding_window_chain(
+    tiny_model: Factory, conversation: Callable[..., Conversation]
+) -> None:
+    talk = conversation(tiny_model("mistral", sliding_window=16))
+    talk.context(random_ids(50, 6), "replay+model+relative")
+    talk.context(random_ids(7, 7), "replay+model+relative", tier="0.3")
+    talk.turn(random_ids(3, 8), "0.1", 3)
+
+
+def test_conversation_without_context(
+    tiny_model: Factory, conversation: Callable[..., Conversation]
+) -> None:
+    talk = conversation(tiny_model())
+    talk.turn(random_ids(9, 1), None, 3)
+    talk.turn(random_ids(2, 2), None, 3)
+
+
+def test_branches_do_not_see_each_other(
+    tiny_model: Factory, conversation: Callable[..., Conversation]
+) -> None:
+    talk = conversation(tiny_model())
+    talk.context(random_ids(80, 1), "replay+model+relative")
+    state = (list(talk.tokens), list(talk.blocks), list(talk.views))
+    talk.turn(random_ids(3, 2), "0.2", 3)
+    talk.tokens, talk.blocks, talk.views = (list(part) for part in state)
+    talk.turn(random_ids(4, 3), "0.2", 3)
+
+
+# -- the same comparison must fail for each planted fault ---------------------------
+
+
+def run_default(talk: Conversation) -> None:
+    talk.context(random_ids(90, 1), "replay+model+relative")
+    talk.turn(random_ids(5, 2), "0.4", 3)
+
+
+def tamper(monkeypatch: pytest.MonkeyPatch, change: Callable[[RaggedLayer], RaggedLayer]) -> None:
+    load = ChainLoader.load
+
+    def tampered(self: ChainLoader, *args: Any, **kwargs: Any) -> Any:
+        chain = load(self, *args, **kwargs)
+        nodes = tuple(
+            replace(node, cache=replace(node.cache, layers=tuple(map(change, node.cache.layers))))
+            for node in chain.nodes
+        )
+        return replace(chain, nodes=nodes)
+
+    monkeypatch.setattr(ChainLoader, "load", tampered)
+
+
+def test_fault_off_by_one_position(
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = Sequence.first_position.fget
+    assert right is not None
+    monkeypatch.setattr(Sequence, "first_position", property(lambda self: right(self) + 1))
+    with pytest.raises(AssertionError):
+        run_default(conversation(tiny_model()))
+
+
+def test_fault_position_counts_kept_entries(
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kept(self: Sequence) -> int:
+        return self.chain.nodes[0].cache.layers[0].keys.shape[0] // 2 + self.forwarded
+
+    monkeypatch.setattr(Sequence, "first_position", property(kept))
+    with pytest.raises(AssertionError):
+        run_default(conversation(tiny_model()))
+
+
+def test_fault_swapped_entry(
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def swap(layer: RaggedLayer) -> RaggedLayer:
+        keys = layer.keys.clone()
+        keys[[0, 1]] = keys[[1, 0]]
+        return replace(layer, keys=keys)
+
+    tamper(monkeypatch, swap)
+    with pytest.raises(AssertionError):
+        run_default(conversation(tiny_model()))
+
+
+def test_fault_permuted_heads(
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def permute(layer: RaggedLayer) -> RaggedLayer:
+        (k0, v0, p0), (k1, v1, p1) = layer.head(0), layer.head(1)
+        cu = torch.tensor([0, len(p1), len(p0) + len(p1)], dtype=torch.int32)
+        return RaggedLayer(
+            torch.cat([k1, k0]), torch.cat([v1, v0]), torch.cat([p1, p0]), cu
+        )
+
+    tamper(monkeypatch, permute)
+    with pytest.raises(AssertionError):
+        run_default(conversation(tiny_model()))

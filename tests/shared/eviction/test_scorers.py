@@ -1,0 +1,270 @@
+"""Window and replay scorers against loops over queries, heads and entries in fp64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from criticalkv.kernels import ops
+from criticalkv.shared.errors import NumericsError
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.replay import ReplayScorer
+from criticalkv.shared.eviction.scores import LayerScores
+from criticalkv.shared.eviction.window import make_window_scores
+
+torch.set_num_threads(1)
+
+HEADS, GROUP, DIM, WIDTH, SCALING = 2, 3, 16, 40, 0.4
+
+
+class Layer:
+    """Random tensors of one layer over n tokens, with a ragged parent."""
+
+    def __init__(self, n: int, m: int, *, tail: int = 0, parent: tuple[int, ...] | None = (4, 0)):
+        torch.manual_seed(n * 100 + m)
+        self.n = n
+        self.queries = torch.randn(HEADS * GROUP, m, DIM)
+        self.keys, self.values = torch.randn(HEADS, n, DIM), torch.randn(HEADS, n, DIM)
+        self.w_o = torch.randn(WIDTH, HEADS * GROUP * DIM) / 8
+        self.output_norm = torch.rand(m) + 0.1
+        self.tail = torch.randn(HEADS, tail, DIM)
+        lens = parent or (0, 0)
+        self.prefix = [torch.randn(k, DIM) for k in lens]
+        self.parent: dict[str, Tensor] = {}
+        if parent:
+            cu = torch.tensor([0, *lens]).cumsum(0)
+            self.parent = {"prefix_keys": torch.cat(self.prefix), "prefix_cu": cu}
+
+    def attention(self, h: int, i: int, visible: int, tail: int) -> Tensor:
+        """Softmaxed attention of query i of query head h to the n own entries, fp64 [n]."""
+        kv = h // GROUP
+        keys = torch.cat([self.prefix[kv], self.keys[kv, :visible], self.tail[kv, :tail]])
+        a = (SCALING * keys.double() @ self.queries[h, i].double()).softmax(0)
+        own = a[len(self.prefix[kv]) : len(self.prefix[kv]) + visible]
+        return torch.cat([own, torch.zeros(self.n - visible, dtype=torch.float64)])
+
+    def norm(self, kv: int, i: int, p: int) -> list[float]:
+        """‖v W_O‖_p of entry i for each query head of the group."""
+        out = []
+        for h in range(kv * GROUP, (kv + 1) * GROUP):
+            w = self.w_o[:, h * DIM : (h + 1) * DIM].double()
+            out.append(float((w @ self.values[kv, i].double()).norm(p)))
+        return out
+
+    def critical(self, attention: Tensor, eps: float, p: int) -> Tensor:
+        out = torch.zeros(HEADS, self.n, dtype=torch.float64)
+        for kv in range(HEADS):
+            for i in range(self.n):
+                out[kv, i] = (attention[kv, i] + eps) * sum(self.norm(kv, i, p)) / GROUP
+        return out
+
+    def relative(self, seen: Callable[[int, int], Tensor]) -> Tensor:
+        out = torch.zeros(HEADS, self.n, dtype=torch.float64)
+        for kv in range(HEADS):
+            for g in range(GROUP):
+                for q in range(self.queries.shape[1]):
+                    a = seen(kv * GROUP + g, q)
+                    for i in range(self.n):
+                        share = a[i] * self.norm(kv, i, 2)[g] / self.output_norm[q].double()
+                        out[kv, i] += share**2
+        return out
+
+
+def window_scores(policy: Policy, layer: Layer) -> LayerScores:
+    return make_window_scores(
+        policy,
+        queries=layer.queries,
+        keys=layer.keys,
+        values=layer.values,
+        w_o=layer.w_o,
+        scaling=SCALING,
+        output_norm=layer.output_norm,
+        **layer.parent,
+    )
+
+
+def naive_window(layer: Layer, w: int, kernel: int) -> Tensor:
+    """Mean over the window, group mean, then the max of the neighbourhood before it."""
+    mean = torch.zeros(HEADS, layer.n, dtype=torch.float64)
+    for kv in range(HEADS):
+        for g in range(GROUP):
+            for i in range(w):
+                mean[kv] += layer.attention(kv * GROUP + g, i, layer.n - w + i + 1, 0)
+    mean /= GROUP * w
+    pooled = mean.clone()
+    for kv in range(HEADS):
+        for i in range(layer.n - w):
+            low, high = max(0, i - kernel // 2), min(layer.n - w, i + kernel // 2 + 1)
+            pooled[kv, i] = max(float(x) for x in mean[kv, low:high])
+    return pooled
+
+
+def close(got: Tensor | None, expected: Tensor) -> None:
+    assert got is not None
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("parent", [None, (4, 0)], ids=["root", "child"])
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 11, 23])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+def test_window_attention(n: int, kernel: int, parent: tuple[int, ...] | None) -> None:
+    w = min(4, n)
+    layer = Layer(n, w, parent=parent)
+    scores = window_scores(policy_of("plain", kernel=kernel), layer)
+    close(scores.attention, naive_window(layer, w, kernel))
+    assert scores.forced.tolist() == [i >= n - w for i in range(n)]
+    assert scores.critical is None
+    assert scores.relative is None
+
+
+def policy_of(selector: str, **options: Any) -> Policy:
+    text = ",".join(f"{k}={v}" for k, v in {"window": 4, **options}.items())
+    return Policy.parse(f"window+uniform+{selector}:{text}")
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("selector", ["twostage", "critical"])
+def test_window_critical(selector: str, norm: str) -> None:
+    layer = Layer(13, 4)
+    scores = window_scores(policy_of(selector, kernel=3, eps="0.01", norm=norm), layer)
+    attention = naive_window(layer, 4, 3)
+    close(scores.attention, attention)
+    close(scores.critical, layer.critical(attention, 0.01, 1 if norm == "l1" else 2))
+
+
+def test_window_relative() -> None:
+    layer = Layer(9, 4)
+    scores = window_scores(policy_of("relative", norm="l1"), layer)
+    close(
+        scores.relative,
+        layer.relative(lambda h, q: layer.attention(h, q, layer.n - 4 + q + 1, 0)),
+    )
+
+
+def test_window_ignores_surplus_queries() -> None:
+    layer = Layer(13, 9)
+    short = Layer(13, 9)
+    short.queries, short.output_norm = layer.queries[:, -4:], layer.output_norm[-4:]
+    a, b = (window_scores(policy_of("relative"), x) for x in (layer, short))
+    assert torch.equal(a.attention, b.attention)
+    assert torch.equal(a.needed("relative"), b.needed("relative"))
+
+
+def test_window_needs_its_queries() -> None:
+    with pytest.raises(ValueError, match="window of 4"):
+        window_scores(policy_of("plain"), Layer(13, 3))
+
+
+def replay(policy: Policy, chunks: list[Layer]) -> LayerScores:
+    scorer = ReplayScorer(policy, 2)
+    for chunk in chunks:
+        scorer.add_chunk(
+            1,
+            queries=chunk.queries,
+            keys=chunks[0].keys,
+            tail_keys=chunk.tail,
+            scaling=SCALING,
+            output_norm=chunk.output_norm,
+            **chunks[0].parent,
+        )
+    return scorer.layer_scores(1, values=chunks[0].values, w_o=chunks[0].w_o)
+
+
+def replay_chunks(n: int) -> list[Layer]:
+    first, second = Layer(n, 5, tail=5), Layer(n, 3, tail=4)
+    for name in ("keys", "values", "w_o", "prefix", "parent"):
+        setattr(second, name, getattr(first, name))
+    return [first, second]
+
+
+def replay_policy(selector: str, **options: Any) -> Policy:
+    text = ",".join(f"{k}={v}" for k, v in {"sinks": 2, "recent": 3, **options}.items())
+    return Policy.parse(f"replay+model+{selector}:{text}")
+
+
+def seen_by(chunk: Layer) -> Callable[[int, int], Tensor]:
+    before = chunk.tail.shape[1] - chunk.queries.shape[1]
+    return lambda h, q: chunk.attention(h, q, chunk.n, before + q + 1)
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 6, 17])
+@pytest.mark.parametrize("selector", ["plain", "twostage", "critical", "relative"])
+def test_replay(n: int, selector: str) -> None:
+    chunks = replay_chunks(n)
+    scores = replay(replay_policy(selector), chunks)
+    expected = torch.zeros(HEADS, n, dtype=torch.float64)
+    for chunk in chunks:
+        for h in range(HEADS * GROUP):
+            for q in range(chunk.queries.shape[1]):
+                expected[h // GROUP] = expected[h // GROUP].maximum(seen_by(chunk)(h, q))
+    close(scores.attention, expected)
+    assert scores.forced.tolist() == [i < 2 or i >= n - 3 for i in range(n)]
+    if selector in ("twostage", "critical"):
+        close(scores.critical, chunks[0].critical(expected, 1e-4, 1))
+    if selector == "relative":
+        close(scores.relative, sum((c.relative(seen_by(c)) for c in chunks), torch.zeros(HEADS, n)))
+
+
+def test_replay_order_of_chunks_does_not_matter_for_the_maximum() -> None:
+    chunks = replay_chunks(17)
+    other = [chunks[1], chunks[0]]
+    a, b = (replay(replay_policy("plain"), x) for x in (chunks, other))
+    assert torch.equal(a.attention, b.attention)
+
+
+def test_replay_without_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer 0"):
+        ReplayScorer(replay_policy("plain"), 1).layer_scores(
+            0, values=torch.zeros(1, 1, 4), w_o=torch.zeros(4, 4)
+        )
+
+
+def test_relative_needs_output_norms() -> None:
+    layer = Layer(13, 4)
+    layer.output_norm = None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="output_norm"):
+        window_scores(policy_of("relative"), layer)
+
+
+@pytest.mark.parametrize("where", ["keys", "values", "w_o", "output_norm", "queries"])
+def test_nan_is_a_typed_error(where: str) -> None:
+    selector = "relative" if where == "output_norm" else "twostage"
+    layer = Layer(13, 4)
+    getattr(layer, where).flatten()[-1] = torch.nan
+    with pytest.raises(NumericsError):
+        window_scores(policy_of(selector), layer)
+    chunks = replay_chunks(9)
+    getattr(chunks[0], where).flatten()[-1] = torch.nan
+    with pytest.raises(NumericsError):
+        replay(replay_policy(selector), chunks)
+
+
+def test_silent_output_does_not_poison_relative_scores() -> None:
+    layer = Layer(13, 4)
+    layer.output_norm = torch.zeros(4)
+    layer.w_o.zero_()
+    assert window_scores(policy_of("relative"), layer).needed("relative").eq(0).all()
+
+
+def test_relative_is_the_share_of_the_output() -> None:
+    """One head, one query, orthogonal values: the shares of the squared output sum to 1."""
+    torch.manual_seed(0)
+    n = 8
+    q, keys, values = torch.randn(1, 1, n), torch.randn(1, n, n), torch.eye(n)[None]
+    w_o = torch.linalg.qr(torch.randn(n, n)).Q
+    out, _ = ops.ragged_attention(
+        q, keys[0], values[0], torch.tensor([0, n]), keys[:, :0], values[:, :0], scaling=0.3
+    )
+    scores = make_window_scores(
+        Policy.parse("window+uniform+relative:window=1"),
+        queries=q,
+        keys=keys,
+        values=values,
+        w_o=w_o,
+        scaling=0.3,
+        output_norm=ops.output_norms(out, w_o),
+    )
+    torch.testing.assert_close(scores.needed("relative").sum(), torch.tensor(1.0))
