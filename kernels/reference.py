@@ -77,40 +77,35 @@ def attention_scores(
 ) -> dict[str, Tensor]:
     """Return the reductions over queries of the softmaxed scores of `keys`."""
     heads, n, dim = keys.shape
-    m = queries.shape[1]
-    group = queries.shape[0] // heads
-    grouped = queries.float().view(heads, group, m, dim) * scaling
-    columns = keys.float() if tail_keys is None else torch.cat([keys, tail_keys], dim=1).float()
-    tail = columns.shape[1] - n
-    prefix = _head_views(prefix_keys, prefix_cu)
-    sums = {name: columns.new_zeros(heads, group, n) for name in reductions}
-    if "max" in sums:
-        sums["max"].fill_(-torch.inf)
-    step = block or max(1, BLOCK_ELEMENTS // max(1, heads * group * (n + tail)))
-    for begin in range(0, m, step):
-        rows = grouped[:, :, begin : begin + step]
-        count = rows.shape[2]
-        flat = rows.reshape(heads, group * count, dim)
-        logits = (flat @ columns.transpose(1, 2)).view(heads, group, count, n + tail)
-        if first_query is not None:
-            _hide_future(logits[..., :n], first_query + begin)
-        if tail:
-            _hide_future(logits[..., n:], tail - m + begin)
-        log_probs = _log_softmax(logits, flat, prefix)[..., :n]
-        weight = None if query_weight is None else query_weight[begin : begin + step].float()
-        _reduce(sums, log_probs, weight)
+    group, m = queries.shape[0] // heads, queries.shape[1]
+    grouped = queries.view(heads, group, m, dim)
+    sums = {
+        name: torch.zeros(heads, group, n, dtype=torch.float32, device=keys.device)
+        for name in reductions
+    }
+    bounds = [0] * (heads + 1) if prefix_cu is None else prefix_cu.tolist()
+    for h, (a, b) in enumerate(itertools.pairwise(bounds)):
+        tail = keys[h, :0] if tail_keys is None else tail_keys[h]
+        prefix = keys[h, :0] if prefix_keys is None else prefix_keys[a:b]
+        columns = torch.cat([keys[h], tail, prefix]).float()
+        step = block or max(1, _block_elements(keys.device) // (group * columns.shape[0]))
+        for begin in range(0, m, step):
+            rows = grouped[h, :, begin : begin + step].float() * scaling
+            logits = rows @ columns.T
+            if first_query is not None:
+                _hide_future(logits[..., :n], first_query + begin)
+            _hide_future(logits[..., n : n + tail.shape[0]], tail.shape[0] - m + begin)
+            weight = None if query_weight is None else query_weight[begin : begin + step].float()
+            head_sums = {name: total[h] for name, total in sums.items()}
+            _reduce(head_sums, logits.softmax(-1)[..., :n], weight)
     if "mean" in sums:
         sums["mean"] /= m
-    if "max" in sums:
-        sums["max"].exp_()
     return sums
 
 
-def _head_views(flat: Tensor | None, cu: Tensor | None) -> list[Tensor]:
-    if flat is None or cu is None or flat.shape[0] == 0:
-        return []
-    bounds = cu.tolist()
-    return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+def _block_elements(device: torch.device) -> int:
+    """A GPU has no cache to stay in, but launches to save."""
+    return BLOCK_ELEMENTS * (1 if device.type == "cpu" else 256)
 
 
 def _hide_future(logits: Tensor, first: int) -> None:
@@ -124,39 +119,15 @@ def _hide_future(logits: Tensor, first: int) -> None:
     logits[..., begin:].masked_fill_(column > row[:, None], -torch.inf)
 
 
-def _log_softmax(logits: Tensor, flat: Tensor, prefix: Sequence[Tensor]) -> Tensor:
-    """Return logits − log(Σ exp) over the logits and each head's ragged keys; overwrites.
-
-    The maximum is subtracted before the logarithm of the sum, which large logits would
-    round away. logits [H, G, queries, columns], flat [H, G · queries, D].
-    """
-    peak = logits.amax(-1, keepdim=True)
-    others = [q @ k.float().T for q, k in zip(flat, prefix, strict=False)]
-    for h, other in enumerate(others):
-        if other.shape[1]:
-            torch.maximum(peak[h], other.amax(-1).view_as(peak[h]), out=peak[h])
-    logits -= peak
-    total = logits.exp().sum(-1, keepdim=True)
-    for h, other in enumerate(others):
-        total[h] += (other - peak[h].flatten()[:, None]).exp().sum(-1).view_as(total[h])
-    logits -= total.log()
-    return logits
-
-
-def _reduce(sums: dict[str, Tensor], log_probs: Tensor, weight: Tensor | None) -> None:
-    """Fold a block of log-probabilities [H, G, queries, n] into the sums; overwrites it."""
+def _reduce(sums: dict[str, Tensor], probs: Tensor, weight: Tensor | None) -> None:
+    """Fold a block of probabilities [G, queries, n] into the sums [G, n]; overwrites it."""
     if "max" in sums:
-        torch.maximum(sums["max"], log_probs.amax(2), out=sums["max"])
-    if "mean" not in sums and "sumsq" not in sums:
-        return
-    probs = log_probs.exp_()
+        torch.maximum(sums["max"], probs.amax(1), out=sums["max"])
     if "mean" in sums:
-        sums["mean"] += probs.sum(2)
+        sums["mean"] += probs.sum(1)
     if "sumsq" in sums:
-        squares = probs.square_()
-        if weight is not None:
-            squares *= weight[:, None]
-        sums["sumsq"] += squares.sum(2)
+        weights = probs.new_ones(probs.shape[1]) if weight is None else weight
+        sums["sumsq"] += weights @ probs.square_()
 
 
 def ragged_attention(
@@ -182,11 +153,11 @@ def ragged_attention(
     grouped = q.view(heads, q.shape[0] // heads, t, q.shape[2])
     out = torch.empty_like(grouped)
     lse = torch.empty(grouped.shape[:3], dtype=torch.float32, device=q.device)
-    bounds = cu_seqlens.tolist()
+    bounds, elements = cu_seqlens.tolist(), _block_elements(q.device)
     for h, (a, b) in enumerate(itertools.pairwise(bounds)):
         past_k, past_v = prefix_k[a:b].float(), prefix_v[a:b].float()
         head_k, head_v = tail_k[h].float(), tail_v[h].float()
-        for begin, end in _query_blocks(t, grouped.shape[1] * (b - a + tail_len)):
+        for begin, end in _query_blocks(t, grouped.shape[1] * (b - a + tail_len), elements):
             lo, hi = 0, max(0, tail_len - t + end)
             hidden = None
             if window is not None:
@@ -224,9 +195,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     return out[0]
 
 
-def _query_blocks(t: int, row: int) -> Iterator[tuple[int, int]]:
+def _query_blocks(t: int, row: int, elements: int) -> Iterator[tuple[int, int]]:
     """Cut t queries, each with `row` logits, into blocks."""
-    step = max(1, BLOCK_ELEMENTS // max(1, row))
+    step = max(1, elements // max(1, row))
     for begin in range(0, t, step):
         yield begin, min(t, begin + step)
 

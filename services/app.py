@@ -16,11 +16,16 @@ from criticalkv.services.gateway.deployment import Gateway
 from criticalkv.services.loopback import on_loopback
 from criticalkv.services.prefill.deployment import Prefill
 from criticalkv.shared.config import Autoscaling, Config, load_config
+from criticalkv.shared.malloc import ENVIRONMENT as MALLOC
 
 APP_NAME = "criticalkv"
 # A replica under full load answers late; one that died is noticed at once anyhow.
-HEALTH_CHECK = {"health_check_period_s": 5.0, "health_check_timeout_s": 30.0}
-SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.2, "graceful_shutdown_timeout_s": 20.0}
+LIFECYCLE: dict[str, Any] = {
+    "health_check_period_s": 5.0,
+    "health_check_timeout_s": 30.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+    "graceful_shutdown_timeout_s": 20.0,
+}
 
 
 def build(config: Config) -> Application:
@@ -38,54 +43,48 @@ def app_builder(args: dict[str, Any]) -> Application:
 def gateway_deployment(config: Config) -> Deployment:
     """Deploy the HTTP front once; it only moves requests and tokens."""
     gateway = config.gateway
-    return serve.deployment(
-        _ingress(on_loopback(Gateway)),
-        name="gateway",
+    return _deployment(
+        # Without an argument the replica builds its app itself, after its constructor.
+        serve.ingress()(on_loopback(Gateway)),
+        "gateway",
         num_replicas=1,
         # Twice the limit: the gateway itself answers 429 beyond it, and stays able to
         # answer /health meanwhile. Serve's own 503 comes only after that.
         max_ongoing_requests=2 * gateway.max_ongoing,
         max_queued_requests=gateway.max_ongoing,
         ray_actor_options=_actor(num_cpus=gateway.num_cpus, num_gpus=0, threads=1),
-        **HEALTH_CHECK,
-        **SHUTDOWN,
     )
 
 
 def prefill_deployment(config: Config) -> Deployment:
     """Deploy prefill, scaled by its own settings."""
     prefill = config.prefill
-    return serve.deployment(
+    return _deployment(
         on_loopback(Prefill),
-        name="prefill",
+        "prefill",
         max_ongoing_requests=prefill.max_ongoing,
         max_queued_requests=prefill.max_queued,
         ray_actor_options=_actor(prefill.num_cpus, prefill.num_gpus, prefill.threads),
         **_replicas(prefill.autoscaling),
-        **HEALTH_CHECK,
-        **SHUTDOWN,
     )
 
 
 def decode_deployment(config: Config) -> Deployment:
     """Deploy decode, scaled by its own settings."""
     decode = config.decode
-    return serve.deployment(
+    return _deployment(
         on_loopback(Decode),
-        name="decode",
+        "decode",
         max_ongoing_requests=decode.max_num_seqs,
         max_queued_requests=decode.max_queued,
         ray_actor_options=_actor(decode.num_cpus, decode.num_gpus, decode.threads),
         **_replicas(decode.autoscaling),
-        **HEALTH_CHECK,
-        **SHUTDOWN,
     )
 
 
-def _ingress(gateway: type[Any]) -> type[Any]:
-    # Without an argument, the replica builds its app itself, after its constructor.
-    wrapped: type[Any] = serve.ingress()(gateway)
-    return wrapped
+def _deployment(replica: Any, name: str, **options: Any) -> Deployment:
+    made: Deployment = serve.deployment(name=name, **LIFECYCLE, **options)(replica)
+    return made
 
 
 def _replicas(scaling: Autoscaling) -> dict[str, Any]:
@@ -110,4 +109,5 @@ def worker_env(threads: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        **MALLOC,
     }

@@ -10,10 +10,12 @@ import logging
 import math
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from criticalkv.services.loopback import is_loopback
 from criticalkv.shared.config import Config
@@ -67,15 +69,14 @@ def _existing_cluster(show_logs: bool) -> Iterator[None]:
 
     ray.init(log_to_driver=show_logs, logging_level=logging.WARNING)
     try:
+        _exit_on_sigterm()
         yield
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def _local_cluster(
-    config: Config, dashboard_port: int | None, show_logs: bool
-) -> Iterator[None]:
+def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) -> Iterator[None]:
     os.environ.update(LOCAL_ENV)
     # Ray's default since 2.60, but said aloud: a user's explicit choice still wins.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -101,10 +102,20 @@ def _local_cluster(
             logging_level=logging.WARNING,
             _temp_dir=directory,
         )
+        _exit_on_sigterm()
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _exit_on_sigterm() -> None:
+    # Ray's own handler, set by `ray.init`, aborts the process without any clean-up.
+    def leave(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Knows nothing of what a replica does.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import socket
@@ -29,9 +30,11 @@ def on_loopback(replica: type[Any]) -> type[Any]:
             if not self._listeners_closed:
                 close_open_listeners()
                 self._listeners_closed = True
-            result = getattr(super(), "check_health", _healthy)()
-            if inspect.isawaitable(result):
-                await result
+            check = getattr(super(), "check_health", _healthy)
+            if inspect.iscoroutinefunction(check):
+                await check()
+            else:
+                await asyncio.to_thread(check)  # as Serve itself would: it may block
 
     Replica.__name__, Replica.__doc__ = replica.__name__, replica.__doc__
     return Replica

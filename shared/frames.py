@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
-
 from criticalkv.proto import cache_store_pb2 as pb
+from google.protobuf.message import DecodeError, Message
 
 Buffer = bytes | bytearray | memoryview
 MAX_MESSAGE_BYTES = 24 * 1024 * 1024

@@ -203,7 +203,8 @@ class DecodeEngine:
         node_id, stored, error = None, 0, None
         identity = self._identity(sequence)
         ancestors, view = sequence.chain.ids, sequence.chain.view
-        if sequence.request.publish:
+        # A turn that was cancelled before its first step has no KV to publish.
+        if sequence.request.publish and sequence.published_tokens:
             try:
                 stored = self._publish(sequence, identity)
                 node_id = identity.node_id

@@ -12,7 +12,6 @@ from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.store_client import StoreClient
 
-MAX_IDS = 256
 Value = TypeVar("Value")
 
 
@@ -30,11 +29,11 @@ class AsyncStore:
 
     async def stat(self, node_ids: Sequence[NodeId]) -> list[pb.NodeStat]:
         """Look up nodes; answers in the order asked."""
-        return await self._in_steps(self._client.stat, node_ids)
+        return await self._call(lambda: self._client.stat(node_ids))
 
     async def token_records(self, node_ids: Sequence[NodeId]) -> list[TokenRecord | None]:
         """Return the nodes' token records, None where there is none."""
-        return await self._in_steps(self._client.token_records, node_ids)
+        return await self._call(lambda: self._client.token_records(node_ids))
 
     async def touch(self, node_id: NodeId, ttl_ms: int) -> bool:
         """Extend the life of a node and its ancestors."""
@@ -74,7 +73,7 @@ class AsyncStore:
 
     async def resolve_aliases(self, aliases: Sequence[str]) -> list[list[pb.AliasTarget]]:
         """Return where aliases lead, in the order asked."""
-        return await self._in_steps(self._client.resolve_aliases, aliases)
+        return await self._call(lambda: self._client.resolve_aliases(aliases))
 
     async def begin_request(
         self, tenant: str, key: str, request: str, handle: str, lease_ms: int, ttl_ms: int
@@ -109,15 +108,6 @@ class AsyncStore:
     async def healthy(self) -> bool:
         """Whether the store answers."""
         return await self._call(self._client.healthy)
-
-    async def _in_steps(
-        self, call: Callable[[Sequence[str]], list[Value]], names: Sequence[str]
-    ) -> list[Value]:
-        found: list[Value] = []
-        for at in range(0, len(names), MAX_IDS):
-            step = names[at : at + MAX_IDS]
-            found += await self._call(lambda step=step: call(step))
-        return found
 
     async def _call(
         self, call: Callable[[], Value], undo: Callable[[Value], None] | None = None

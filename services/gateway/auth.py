@@ -75,15 +75,23 @@ def _read_keys(path: str) -> dict[str, str]:
     try:
         data: Any = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError("gateway.api_keys_file cannot be read", param="gateway.api_keys_file") from error
+        raise ConfigError(
+            "gateway.api_keys_file cannot be read", param="gateway.api_keys_file"
+        ) from error
     if not isinstance(data, dict) or not data:
-        raise ConfigError("gateway.api_keys_file must be a map: sha256 hex of a key → tenant",
-                          param="gateway.api_keys_file")
+        raise ConfigError(
+            "gateway.api_keys_file must be a map: sha256 hex of a key → tenant",
+            param="gateway.api_keys_file",
+        )
     for digest, name in data.items():
         if not (isinstance(digest, str) and re.fullmatch(HEX64, digest)):
-            raise ConfigError("gateway.api_keys_file: every key must be a sha256 in lower-case hex",
-                              param="gateway.api_keys_file")
+            raise ConfigError(
+                "gateway.api_keys_file: every key must be a sha256 in lower-case hex",
+                param="gateway.api_keys_file",
+            )
         if not (isinstance(name, str) and 1 <= len(name) <= 128):
-            raise ConfigError("gateway.api_keys_file: every tenant must be a name of 1 to 128 "
-                              "characters", param="gateway.api_keys_file")
+            raise ConfigError(
+                "gateway.api_keys_file: every tenant must be a name of 1 to 128 characters",
+                param="gateway.api_keys_file",
+            )
     return data

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from criticalkv.proto import cache_store_pb2 as pb
-from criticalkv.services.gateway.async_store import MAX_IDS, AsyncStore
+from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.nodes import (
     Model,
     Node,
@@ -23,10 +23,12 @@ from criticalkv.services.gateway.nodes import (
 from criticalkv.services.gateway.prompt import Answer, Prompt
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import NodeMissingError
+from criticalkv.shared.identity import resolve_tier
 from criticalkv.shared.model.chat import ChatTemplate
 
 # A stop string cut out of the answer may leave this much text behind it in the record.
 MAX_EXTRA_CHARS = 512
+MAX_ALIASES = 256  # latest answers that are looked up
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,7 @@ class Lookup:
         exact = await self._exact(prompt, want)
         return turn if turn is not None and turn.offset >= exact.offset else exact
 
-    async def child(
-        self, parent: Node | None, token_ids: Sequence[int], want: Want
-    ) -> Node | None:
+    async def child(self, parent: Node | None, token_ids: Sequence[int], want: Want) -> Node | None:
         """Return the stored compressed node of these tokens, at the wanted view or higher."""
         views = parent.views(want.read_tier) if parent else [()]
         names = [child_identity(self._model, parent, v, token_ids, want).node_id for v in views]
@@ -72,7 +72,7 @@ class Lookup:
         return found
 
     async def _aliased(self, answers: Sequence[Answer], want: Want) -> Found | None:
-        recent = answers[-MAX_IDS:]
+        recent = answers[-MAX_ALIASES:]
         if not recent:
             return None
         entries = await self._store.resolve_aliases([answer.alias for answer in recent])
@@ -133,7 +133,5 @@ def _last_index(ids: Sequence[int], part: Sequence[int]) -> int:
 
 def _at_least(view: tuple[str, ...], node: Node, read_tier: str | None) -> bool:
     """Whether each ancestor was read at the wanted tier or a higher one."""
-    wanted = Node(
-        node.ancestors[-1] if node.ancestors else "", (), node.chain_tiers[:-1], (), 0
-    ).view(read_tier)
+    wanted = [resolve_tier(tiers, read_tier) for tiers in node.chain_tiers[:-1]]
     return all(Decimal(v) >= Decimal(w) for v, w in zip(view, wanted, strict=True))

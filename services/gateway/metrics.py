@@ -14,24 +14,32 @@ class Metrics:
         self.registry = CollectorRegistry()
         name = "criticalkv_gateway_"
         self._requests = Counter(
-            name + "requests", "Answers by route and status", ["route", "status"],
+            name + "requests",
+            "Answers by route and status",
+            ["route", "status"],
             registry=self.registry,
         )
         self.running = Gauge(name + "running", "Requests in progress", registry=self.registry)
         self._ttft = Histogram(
-            name + "ttft_seconds", "Receipt to first token", buckets=_SECONDS,
+            name + "ttft_seconds",
+            "Receipt to first token",
+            buckets=_SECONDS,
             registry=self.registry,
         )
         self._e2e = Histogram(
-            name + "e2e_seconds", "Receipt to last token", buckets=_SECONDS,
+            name + "e2e_seconds",
+            "Receipt to last token",
+            buckets=_SECONDS,
             registry=self.registry,
         )
         self._prefill = Histogram(
             name + "prefill_seconds", "Prefill calls", buckets=_SECONDS, registry=self.registry
         )
         self._tokens = Counter(
-            name + "tokens", "Tokens: prompt, cached (of the prompt), prefilled, generated",
-            ["kind"], registry=self.registry,
+            name + "tokens",
+            "Tokens: prompt, cached (of the prompt), prefilled, generated",
+            ["kind"],
+            registry=self.registry,
         )
 
     def answered(self, route: str, status: int) -> None:

@@ -82,7 +82,9 @@ class Node:
         """Return the view of `read_tier`, then the higher ones that the chain can give."""
         found = [self.view(read_tier)]
         if read_tier is not None:
-            higher = {t for tiers in self.chain_tiers for t in tiers if Decimal(t) > Decimal(read_tier)}
+            higher = {
+                t for tiers in self.chain_tiers for t in tiers if Decimal(t) > Decimal(read_tier)
+            }
             for tier in sorted(higher, key=Decimal):
                 if (view := self.view(tier)) not in found:
                     found.append(view)

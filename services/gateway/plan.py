@@ -57,8 +57,13 @@ class Planner:
     """Makes plans for one model."""
 
     def __init__(
-        self, store: AsyncStore, model: Model, template: ChatTemplate, prefiller: Prefiller,
-        restorer: Restorer, limits: GatewayConfig,
+        self,
+        store: AsyncStore,
+        model: Model,
+        template: ChatTemplate,
+        prefiller: Prefiller,
+        restorer: Restorer,
+        limits: GatewayConfig,
     ) -> None:
         self._lookup = Lookup(store, model, template)
         self._model = model
@@ -84,8 +89,7 @@ class Planner:
         return await self._finish(prompt, found, want, Spent(), deadline)
 
     async def continued(
-        self, node_id: str, prompt: Prompt, want: Want, room: int, deadline: Deadline,
-        at_least: str | None,
+        self, node_id: str, prompt: Prompt, want: Want, room: int, deadline: Deadline
     ) -> Plan:
         """Plan new tokens after a stored node, whose KV may have to be rebuilt.
 
@@ -95,7 +99,7 @@ class Planner:
         """
         before = await self._restorer.length(node_id)
         check_room(before + len(prompt.ids), room, self._model.max_positions)
-        node, done = await self._restorer.restore(node_id, deadline, at_least)
+        node, done = await self._restorer.restore(node_id, deadline, want.at_least)
         found = Found(node, 0)
         check_room(_length(found, prompt), room, self._model.max_positions)
         return await self._finish(prompt, found, want, Spent(done), deadline)
@@ -132,7 +136,10 @@ class Planner:
         self, prompt: Prompt, found: Found, want: Want, spent: Spent, deadline: Deadline
     ) -> Plan:
         """Send the head of a long suffix to prefill."""
-        ids, limit = _pending(found) + prompt.ids[found.offset :], self._limits.decode_max_suffix_tokens
+        ids, limit = (
+            _pending(found) + prompt.ids[found.offset :],
+            self._limits.decode_max_suffix_tokens,
+        )
         bound = limit if found.node else limit + self._limits.implicit_breakpoint_tokens
         if len(ids) <= bound:
             return Plan(found.node, ids, spent)
@@ -141,7 +148,11 @@ class Planner:
         return Plan(node, ids[at:], spent)
 
     async def _stored(
-        self, parent: Node | None, ids: tuple[int, ...], want: Want, spent: Spent,
+        self,
+        parent: Node | None,
+        ids: tuple[int, ...],
+        want: Want,
+        spent: Spent,
         deadline: Deadline,
     ) -> Node:
         """Return the node of these tokens, prefilled if need be."""

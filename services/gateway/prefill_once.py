@@ -10,7 +10,7 @@ from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.metrics import Metrics
 from criticalkv.services.gateway.nodes import enough
-from criticalkv.services.gateway.workers import Workers, WorkerLostError
+from criticalkv.services.gateway.workers import WorkerLostError, Workers
 from criticalkv.shared.errors import LeaseLostError, NodeMissingError
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 

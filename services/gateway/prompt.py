@@ -72,7 +72,9 @@ def flatten(
         transcripts: after each message of the history.
     """
     ids: list[int] = []
-    boundaries, starts, answers = [], [], []
+    boundaries: list[int] = []
+    starts: list[int] = []
+    answers: list[Answer] = []
     for i, piece in enumerate(pieces):
         if piece.kind == "content":
             starts.append(len(ids))

@@ -8,10 +8,10 @@ from decimal import Decimal
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.deadline import Deadline
-from criticalkv.services.gateway.nodes import Model, Node, read_node
+from criticalkv.services.gateway.nodes import Model, Node, enough, read_node
 from criticalkv.services.gateway.prefill_once import Prefiller
 from criticalkv.shared.cache.records import TokenRecord
-from criticalkv.shared.errors import ContextExpiredError
+from criticalkv.shared.errors import ContextExpiredError, NodeMissingError
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
@@ -43,11 +43,14 @@ class Restorer:
         Args:
             node_id: end of the chain.
             deadline: for all of it.
-            at_least: tier that the node itself must be stored at.
+            at_least: tier that every compressed node must be stored at; None = any.
 
         Raises:
             ContextExpiredError: if a token record that is needed is gone, too.
         """
+        node = await self._intact(node_id, at_least)
+        if node is not None:
+            return node, []
         records = await self._records(node_id)
         stats = await self._store.stat([r.identity.node_id for r in records])
         done = []
@@ -58,6 +61,13 @@ class Restorer:
             _, result = await self._prefiller.ensure(request, needed, deadline)
             done += [result] if result else []
         return await read_node(self._store, node_id), done
+
+    async def _intact(self, node_id: NodeId, at_least: str | None) -> Node | None:
+        try:
+            node = await read_node(self._store, node_id)
+        except NodeMissingError:
+            return None
+        return node if all(enough(tiers, at_least) for tiers in node.chain_tiers) else None
 
     async def _records(self, node_id: NodeId) -> list[TokenRecord]:
         """Return the records of a chain, root first."""
@@ -82,8 +92,7 @@ def _needed_tiers(
     records: Sequence[TokenRecord], stats: Sequence[pb.NodeStat], at_least: str | None
 ) -> list[str | None]:
     """Return the tier each node must hold: the highest that a lost descendant read."""
-    needed: list[str | None] = [None] * len(records)
-    needed[-1] = at_least
+    needed: list[str | None] = [at_least] * len(records)
     for i in reversed(range(len(records))):
         if _is_usable(stats[i], needed[i]):
             continue
@@ -93,9 +102,7 @@ def _needed_tiers(
 
 
 def _is_usable(stat: pb.NodeStat, needed: str | None) -> bool:
-    return stat.present and (
-        needed is None or any(Decimal(tier) >= Decimal(needed) for tier in stat.tiers)
-    )
+    return stat.present and enough(stat.tiers, needed)
 
 
 def _request(record: TokenRecord, needed: str | None) -> PrefillRequest:

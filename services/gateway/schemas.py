@@ -234,7 +234,10 @@ class ChatRequest(_Body):
     def _top_needs_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
+        if (
+            None not in (both := (self.max_tokens, self.max_completion_tokens))
+            and both[0] != both[1]
+        ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
 
@@ -359,7 +362,9 @@ def _path(loc: tuple[int | str, ...]) -> str:
 def _is_neutral(neutral: dict[str, tuple[Any, ...]], field: str, value: Any) -> bool:
     if field not in neutral:
         return False
-    return value is None or any(value == v and type(value) in (type(v), float) for v in neutral[field])
+    return value is None or any(
+        value == v and type(value) in (type(v), float) for v in neutral[field]
+    )
 
 
 def _check_messages(messages: list[ChatMessage]) -> None:

@@ -54,8 +54,8 @@ class Transcript:
         """Return the transcript after each of the messages, closed."""
         out, now = [], self
         for message in messages:
-            now = now.say(message)
-            out.append(now.close())
+            now = now.say(message).close()
+            out.append(now)
         return out
 
     def _texts(self, texts: Sequence[str]) -> Transcript:

@@ -76,9 +76,7 @@ class Books:
 
     async def forget(self, node_id: str) -> None:
         """Take a node out of the order of sacrifice."""
-        await self._redis.commands(
-            [("ZREM", keys.INDEX, node_id), ("ZREM", keys.USED, node_id)]
-        )
+        await self._redis.commands([("ZREM", keys.INDEX, node_id), ("ZREM", keys.USED, node_id)])
 
     async def total(self) -> int:
         """Bytes held and reserved."""

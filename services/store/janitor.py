@@ -23,10 +23,16 @@ _STEP = 256
 class Janitor:
     """Repairs accounts; `run` does so for ever."""
 
-    def __init__(self, redis: RedisData, nodes: Nodes, books: Books) -> None:
+    def __init__(self, redis: RedisData, nodes: Nodes, books: Books, grace_ms: int) -> None:
+        """Prepare one.
+
+        Args:
+            grace_ms: the longest read; what no manifest names lives this much longer.
+        """
         self._redis = redis
         self._nodes = nodes
         self._books = books
+        self._grace_ms = grace_ms
 
     async def run(self, interval_s: float) -> None:
         """Sweep every `interval_s` seconds until cancelled."""
@@ -45,9 +51,12 @@ class Janitor:
         await self._check_index()
 
     async def _empty_trash(self) -> None:
-        # Replaced generations whose longest read is over.
+        # Replaced and expired generations whose longest read is over.
         for member in await self._due(keys.TRASH):
-            await self._remove(member)
+            if await self._named(member):
+                await self._redis.command("ZREM", keys.TRASH, member)
+            else:
+                await self._remove(member)
 
     async def _end_dead_puts(self) -> None:
         # Puts whose server died: published after all, or their segments have expired.
@@ -62,7 +71,9 @@ class Janitor:
             found = reply[1]
             names = [_text(name) for name in (found if isinstance(found, dict) else found[::2])]
             for member in await self._orphans(names):
-                await self._remove(member)
+                # Not at once: a put may be between its publication and its books, and
+                # a read may still run.
+                await self._books.trash(member, self._grace_ms)
             if cursor == "0":
                 return
 
@@ -111,6 +122,11 @@ class Janitor:
         nbytes, count, cost, hits = int(found[1]), int(found[2]), float(found[3]), int(found[4])
         value = value_of(cost, hits, nbytes)
         await self._books.publish(node_id, attempt, nbytes, count, value)
+
+    async def _named(self, member: str) -> bool:
+        node_id, attempt = member.split(":")
+        found = await self._redis.command("HGET", keys.manifest(node_id), "attempt")
+        return _text(found or b"") == attempt
 
     async def _remove(self, member: str) -> None:
         node_id, attempt = member.split(":")

@@ -95,9 +95,7 @@ class Nodes:
             return pb.PutResult(published=False, generation=int(reply[1]))
         nbytes = manifest.tier_bytes()[-1]
         value = value_of(cost_of(manifest), 0, nbytes)
-        await self._books.publish(
-            node_id, manifest.attempt, nbytes, len(manifest.segments), value
-        )
+        await self._books.publish(node_id, manifest.attempt, nbytes, len(manifest.segments), value)
         if reply[2] and reply[2] != manifest.attempt.encode():
             old = keys.member(node_id, _text(reply[2]))
             await self._books.trash(old, self._grace_ms)
@@ -126,9 +124,7 @@ class Nodes:
             commands.append(("PTTL", keys.manifest(node_id)))
             commands.append(("SCARD", keys.pins(node_id)))
         replies = await self._redis.commands(commands)
-        return [
-            _stat(node_id, *replies[3 * i : 3 * i + 3]) for i, node_id in enumerate(node_ids)
-        ]
+        return [_stat(node_id, *replies[3 * i : 3 * i + 3]) for i, node_id in enumerate(node_ids)]
 
     async def present(self, node_ids: Sequence[str]) -> list[bool]:
         """Whether each node is stored."""
@@ -166,7 +162,9 @@ class Nodes:
         ancestors = await self.ancestors(node_id)
         pins = -1
         if ancestors is not None:
-            calls = [self._pin(1, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors]
+            calls = [
+                self._pin(1, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors
+            ]
             await self._redis.run_many(calls)
             own = self._pin(1, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
             pins = int((await self._redis.run_many([own]))[0])

@@ -7,6 +7,7 @@ the explicit commit frame. The end of the stream is not a commit.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 from criticalkv.proto import cache_store_pb2 as pb
@@ -17,10 +18,13 @@ from criticalkv.services.store.metrics import METRICS
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.redis_data import RedisData
 from criticalkv.services.store.segments import Segments
+from criticalkv.services.store.tasks import Background
 from criticalkv.shared.cache.manifest import MAX_SEGMENT_BYTES, MAX_SEGMENTS, Manifest
 from criticalkv.shared.config import StoreConfig
-from criticalkv.shared.errors import CancelledError, InvalidRequestError
+from criticalkv.shared.errors import CancelledError, CriticalKVError, InvalidRequestError
 from criticalkv.shared.frames import FrameError, decode_put, segment_head
+
+log = logging.getLogger(__name__)
 
 BATCH = 4
 """Segments written in one round trip while as many are being received."""
@@ -30,7 +34,13 @@ class Writer:
     """Serves PutNode."""
 
     def __init__(
-        self, redis: RedisData, segments: Segments, nodes: Nodes, books: Books, evictor: Evictor,
+        self,
+        redis: RedisData,
+        segments: Segments,
+        nodes: Nodes,
+        books: Books,
+        evictor: Evictor,
+        background: Background,
         config: StoreConfig,
     ) -> None:
         self.redis = redis
@@ -38,6 +48,7 @@ class Writer:
         self.nodes = nodes
         self.books = books
         self.evictor = evictor
+        self.background = background
         self.lease_ms = config.lease_ttl_s * 1000
         self.max_node_bytes = config.max_node_mb << 20
 
@@ -59,9 +70,9 @@ class Writer:
         try:
             commit = await attempt.receive(frames)
         except BaseException:
-            await _finish(attempt.abandon())
+            await self.background.whole(attempt.abandon())
             raise
-        return await _finish(attempt.commit(commit))
+        return await self.background.whole(attempt.commit(commit))
 
 
 class _Attempt:
@@ -113,13 +124,18 @@ class _Attempt:
     async def abandon(self) -> None:
         """Free everything that this attempt has written or reserved."""
         self._renewer.cancel()
+        METRICS.puts.labels("abandoned").inc()
         if self._running is not None:
             await asyncio.wait([self._running])  # or it would write after the unlink
             self._running.exception()
-        await self._writer.nodes.unlink_segments(
-            self._begin.node_id, self._begin.attempt, self._written
-        )
-        await self._writer.books.release(self._member)
+        try:
+            await self._writer.nodes.unlink_segments(
+                self._begin.node_id, self._begin.attempt, self._written
+            )
+            await self._writer.books.release(self._member)
+        except CriticalKVError as error:
+            # The caller gets the error that came first; the leases expire by themselves.
+            log.warning("segments of a failed put stay until their lease ends: %s", error)
 
     async def _segment(self, index: int, data: bytes, payload: memoryview) -> None:
         if index != len(self._lengths) or index >= MAX_SEGMENTS:
@@ -188,7 +204,11 @@ class _Attempt:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._writer.lease_ms / 3000)
-            await self._renew_once()
+            try:
+                await self._renew_once()
+            except CriticalKVError as error:
+                # If it persists the commit finds segments missing and refuses.
+                log.warning("cannot renew the lease of a put: %s", error)
 
     async def _renew_once(self) -> None:
         prefix = keys.segments(self._begin.node_id, self._begin.attempt)
@@ -207,10 +227,6 @@ async def _begin(frames: AsyncIterator[bytes]) -> pb.PutBegin:
         checks.attempt(frame.begin.attempt)
         return frame.begin
     raise CancelledError("the stream ended before its first frame")
-
-
-async def _finish(steps: object) -> pb.PutResult:
-    ...
 
 
 def _decoded(data: bytes) -> tuple[pb.PutFrame, memoryview]:

@@ -6,20 +6,20 @@ Payloads do not pass here; see `resp`.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import redis.asyncio as redis_asyncio
-from redis import exceptions
-
 from criticalkv.services.store.resp import Location
 from criticalkv.shared.errors import ConfigError, StoreFullError, StoreUnavailableError
+from criticalkv.shared.loopback import is_loopback
+from redis import exceptions as redis_exceptions
 
 log = logging.getLogger(__name__)
 
+exceptions: Any = redis_exceptions  # older stubs lack some of its names
 Argument = str | bytes | int | float
 Call = tuple[str, Sequence[str], Sequence[Argument]]
 """A script, its keys and its arguments."""
@@ -35,7 +35,7 @@ class RedisData:
             url: redis://, rediss:// or unix:// URL.
             timeout_s: limit of each socket operation and of waiting for a connection.
         """
-        pool = redis_asyncio.BlockingConnectionPool.from_url(
+        pool: Any = redis_asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=max_connections,
             timeout=timeout_s,
@@ -133,16 +133,6 @@ def check_url(url: str) -> Location:
             param="store.redis_url",
         )
     return location
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only mean this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 @contextmanager

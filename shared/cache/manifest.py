@@ -18,10 +18,9 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
 from criticalkv.shared.errors import CorruptNodeError
 from criticalkv.shared.identity import FORMAT_VERSION, HEX64, Identity, NodeId, canonical_tier
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_PART_BYTES = 64 * 1024
 MAX_PARTS = 256
@@ -60,9 +59,7 @@ class Manifest(BaseModel):
 
     identity: Identity
     attempt: str = Field(pattern=r"^[0-9a-f]{16,64}$")
-    ancestors: tuple[Annotated[str, Field(pattern=HEX64)], ...] = Field(
-        default=(), max_length=1024
-    )
+    ancestors: tuple[Annotated[str, Field(pattern=HEX64)], ...] = Field(default=(), max_length=1024)
     num_tokens: int = Field(ge=1, le=MAX_TOKENS, description="the node's own tokens")
     next_position: int = Field(ge=1, le=MAX_TOKENS, description="cumulative over the chain")
     pending_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(
@@ -121,6 +118,15 @@ class Manifest(BaseModel):
         expected = np.diff(self.lens.sum(axis=2), axis=0, prepend=0).T
         if not (rows == expected).all():
             raise ValueError("segment rows do not add up to the tier table")
+
+    def __eq__(self, other: object) -> bool:
+        # Not pydantic's: that compares the cached table too, and arrays have no truth value.
+        if not isinstance(other, Manifest):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in Manifest.model_fields)
+
+    def __hash__(self) -> int:
+        return hash((self.node_id, self.attempt))
 
     @cached_property
     def lens(self) -> npt.NDArray[np.int64]:

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from criticalkv.shared.cache.manifest import MAX_TOKENS
 from criticalkv.shared.errors import CorruptNodeError
 from criticalkv.shared.identity import HEX64, Identity, tokens_digest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_RECORD_BYTES = 4 * MAX_TOKENS + 64 * 1024
 
@@ -22,9 +21,7 @@ class TokenRecord(BaseModel):
 
     identity: Identity
     token_ids: tuple[int, ...]
-    ancestors: tuple[Annotated[str, Field(pattern=HEX64)], ...] = Field(
-        default=(), max_length=1024
-    )
+    ancestors: tuple[Annotated[str, Field(pattern=HEX64)], ...] = Field(default=(), max_length=1024)
     pending_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(
         default=(), max_length=4096
     )

@@ -106,9 +106,7 @@ class ChatTemplate:
         self.generation_ids = self._probe_generation()
         self.incremental = self._probe_incremental()
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool
-    ) -> list[Piece]:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[Piece]:
         """Return the conversation's tokens in pieces, in the template's order.
 
         Raises:
@@ -173,18 +171,6 @@ class ChatTemplate:
         """Return the text of token ids without special tokens."""
         return str(self._special.decode(list(ids), skip_special_tokens=True))
 
-    def pending_after(self, sampled: Sequence[int]) -> tuple[int, ...]:
-        """Return what the next turn must run first after an assistant's turn.
-
-        Args:
-            sampled: sampled tokens that have no KV yet (at most the last one). An
-                end-of-turn token that the template closes with counts once.
-        """
-        closing = self.closing_ids
-        if sampled and closing and sampled[-1] == closing[0]:
-            closing = closing[1:]
-        return (*sampled, *closing)
-
     def _layout(
         self, messages: Sequence[Message], add_generation_prompt: bool
     ) -> list[str | _Slot]:
@@ -236,9 +222,7 @@ class ChatTemplate:
 
     def _probe_closing(self) -> tuple[int, ...]:
         """Template tokens after an answer, whether or not more messages follow."""
-        after = [
-            self._tail_ids(_probe_messages(_PROBES[0][:count]), 1) for count in (2, 3)
-        ]
+        after = [self._tail_ids(_probe_messages(_PROBES[0][:count]), 1) for count in (2, 3)]
         common = 0
         for one, other in zip(*after, strict=False):
             if one != other:
@@ -261,8 +245,11 @@ class ChatTemplate:
         return tuple(self.encode_template(text)) if isinstance(text, str) else ()
 
     def _probe_incremental(self) -> bool:
-        results = [self._appends(roles[:count], roles[count])
-                   for roles in _PROBES for count in range(1, len(roles))]
+        results = [
+            self._appends(roles[:count], roles[count])
+            for roles in _PROBES
+            for count in range(1, len(roles))
+        ]
         return True in results and False not in results
 
     def _appends(self, roles: Sequence[str], role: str) -> bool | None:
@@ -275,9 +262,7 @@ class ChatTemplate:
         return after[: len(before)] == before
 
     def _flat(self, roles: Sequence[str], *, add_generation_prompt: bool) -> list[int]:
-        pieces = self.render(
-            _probe_messages(roles), add_generation_prompt=add_generation_prompt
-        )
+        pieces = self.render(_probe_messages(roles), add_generation_prompt=add_generation_prompt)
         return [token for piece in pieces for token in piece.ids]
 
 
@@ -293,15 +278,14 @@ def _after(layout: Sequence[str | _Slot], message: int) -> int:
     if message < 0:
         return 0
     old = [
-        i for i, item in enumerate(layout)
+        i
+        for i, item in enumerate(layout)
         if isinstance(item, _Slot) and item.part == 0 and item.message <= message
     ]
     return old[-1] + 1 if old else 0
 
 
-def _complete(
-    tail: Sequence[str | _Slot], full: Sequence[Message], old: int, merge: bool
-) -> bool:
+def _complete(tail: Sequence[str | _Slot], full: Sequence[Message], old: int, merge: bool) -> bool:
     """Whether every new part stands in the tail, once and in order."""
     wanted = [
         _Slot(m, p)
@@ -333,7 +317,7 @@ def _part_tokenizer(backend: Tokenizer) -> Tokenizer:
     fields: Any = json.loads(backend.to_str())
     fields["truncation"] = fields["padding"] = fields["post_processor"] = None
     _never_prepend(fields.get("pre_tokenizer"))
-    return cast(Tokenizer, Tokenizer.from_str(json.dumps(fields)))
+    return Tokenizer.from_str(json.dumps(fields))
 
 
 def _never_prepend(node: Any) -> None:

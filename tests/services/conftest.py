@@ -19,9 +19,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from criticalkv.shared.config import ModelConfig
 from criticalkv.shared.model.attention import IMPLEMENTATION
 from criticalkv.shared.model.chat import ChatTemplate, tokenizer_digest
-from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.model.loader import LoadedModel, load_model
 from criticalkv.shared.model.spec import check_supported, spec_of
 
 CHATML = (
@@ -98,3 +99,9 @@ def tiny_model() -> Callable[..., LoadedModel]:
     """Factory of tiny random models."""
     torch.set_num_threads(1)
     return make_model
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> LoadedModel:
+    """The small real model."""
+    return load_model(ModelConfig(), threads=2)

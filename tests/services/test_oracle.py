@@ -227,7 +227,7 @@ def test_short_contexts(
 
 def test_empty_heads(tiny_model: Factory, conversation: Callable[..., Conversation]) -> None:
     talk = conversation(tiny_model())
-    talk.context(random_ids(120, 4), "replay+model+plain:sinks=0,recent=0")
+    talk.context(random_ids(20, 4), "replay+model+plain:sinks=0,recent=0")
     node = talk.leaf
     assert node is not None
     assert (talk.engine.manifest(node).lens[0] == 0).any(), "no head is empty"

@@ -1,0 +1,215 @@
+"""The command line: `criticalkv serve | demo | store`.
+
+Reads configuration once, starts the parts in order and stops them in reverse. Imports
+what a command needs only inside it: torch and Ray take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from criticalkv.shared.config import Config, load_config
+from criticalkv.shared.errors import ConfigError, CriticalKVError
+
+app = typer.Typer(
+    help="Compute a long context once, keep its critical KV entries, decode from them anywhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="YAML map of sections.")
+]
+Model = Annotated[
+    str | None, typer.Option(help="'demo', a directory with safetensors, or a cached Hub name.")
+]
+
+
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    model: Model = None,
+    host: Annotated[str | None, typer.Option(help="Address of the HTTP server.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the HTTP server.")] = None,
+    store: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Use this running store.")
+    ] = None,
+    dashboard_port: Annotated[
+        int | None, typer.Option(help="Show Ray's dashboard on this loopback port.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option(help="Print what the workers log.")] = False,
+) -> None:
+    """Serve the API until Ctrl-C: store, gateway, prefill and decode."""
+    settings = load_config(
+        _text(config),
+        _given(
+            model={"path": model},
+            gateway={"host": host, "port": port},
+            store={"address": store},
+        ),
+    )
+    with running(
+        settings, start_store=store is None, dashboard_port=dashboard_port, verbose=verbose
+    ) as live:
+        typer.echo(_next_steps(live))
+        with suppress(KeyboardInterrupt):  # the normal end of a server
+            threading.Event().wait()
+
+
+@app.command()
+def demo(
+    config: ConfigFile = None,
+    model: Model = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Ask about this text file."),
+    ] = None,
+) -> None:
+    """Start everything, hold two conversations over one document, print a table, stop."""
+    from criticalkv.services import demo as demonstration
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    demonstration.run(settings, document)
+
+
+@app.command()
+def store(
+    config: ConfigFile = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Listen here.")] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="'embedded', or a redis://, rediss://, unix:// URL.")
+    ] = None,
+) -> None:
+    """Run a cache store by itself until Ctrl-C or SIGTERM."""
+    from criticalkv.services.store import server
+
+    given = _given(store={"address": address, "redis_url": redis_url})
+    server.main(load_config(_text(config), given).store)
+
+
+@contextmanager
+def running(
+    config: Config,
+    *,
+    start_store: bool = True,
+    dashboard_port: int | None = None,
+    verbose: bool = False,
+) -> Iterator[Config]:
+    """Run the whole service; yield the configuration with its real addresses.
+
+    Args:
+        config: all of it.
+        start_store: start a store of its own if `store.address` is on this machine.
+        dashboard_port: serve Ray's dashboard on this loopback port.
+        verbose: print what the workers log.
+    """
+    from criticalkv.services.cluster import start_cluster
+
+    with _store(_preflight(config), start_store) as ready:
+        typer.echo("Starting Ray Serve …", err=True)
+        with start_cluster(ready, dashboard_port=dashboard_port, show_logs=verbose):
+            _deploy(ready)
+            try:
+                yield ready
+            finally:
+                typer.echo("Stopping …", err=True)
+
+
+def _deploy(config: Config) -> None:
+    from ray import serve
+
+    from criticalkv.services.app import APP_NAME, build
+
+    typer.echo("Loading the model in every worker …", err=True)
+    serve.run(build(config), name=APP_NAME)
+
+
+def _preflight(config: Config) -> Config:
+    """Find what is wrong, and fetch what is missing, before any process starts."""
+    from criticalkv.services.gateway.auth import Authenticator
+    from criticalkv.shared.model.spec import load_spec
+
+    Authenticator(config.gateway)
+    if os.environ.get("RAY_ADDRESS"):
+        return config  # that cluster brings its own model
+    name = load_spec(config.model).name
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
+
+
+@contextmanager
+def _store(config: Config, wanted: bool) -> Iterator[Config]:
+    from criticalkv.services.loopback import is_loopback
+    from criticalkv.services.store.process import start_store
+
+    if not wanted or not is_loopback(config.store.address.rpartition(":")[0]):
+        yield config
+        return
+    typer.echo("Starting the store …", err=True)
+    with start_store(config.store) as child:
+        address = config.store.model_copy(update={"address": child.address})
+        yield config.model_copy(update={"store": address})
+
+
+def _next_steps(config: Config) -> str:
+    base = f"http://{config.gateway.host}:{config.gateway.port}"
+    name = config.model.name or "NAME"
+    return f"""
+CriticalKV is up at {base}. Try, in another terminal:
+
+  curl {base}/v1/models
+  curl {base}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+or in Python:
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{base}/v1", api_key="local")
+  context = open("document.txt").read()
+  answer = client.chat.completions.create(model="{name}", messages=[
+      {{"role": "system", "content": context}},   # compressed and kept from 1,024 tokens on
+      {{"role": "user", "content": "What is it about?"}},
+  ])
+  print(answer.choices[0].message.content, answer.usage.prompt_tokens_details)
+
+Ctrl-C stops everything.
+"""
+
+
+def _given(**sections: dict[str, Any]) -> dict[str, Any]:
+    """Keep the flags that were given: absent ones must not hide file or environment."""
+    kept = {
+        name: {key: value for key, value in fields.items() if value is not None}
+        for name, fields in sections.items()
+    }
+    return {name: fields for name, fields in kept.items() if fields}
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path else None
+
+
+def main() -> None:
+    """Run the command line; configuration mistakes end in one line, not a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ConfigError as error:
+        typer.echo(f"criticalkv: {error.message}", err=True)
+        sys.exit(2)
+    except CriticalKVError as error:
+        typer.echo(f"criticalkv: {error.message}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""One chat turn: from a checked request to reply events, the turn bound to its handle."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from criticalkv.services.gateway.answer import Finished, Opened, ReplyEvent, Said, logprob_fields
+from criticalkv.services.gateway.auth import Tenant
+from criticalkv.services.gateway.choices import Choices
+from criticalkv.services.gateway.core import GatewayCore
+from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.plan import Plan, check_room
+from criticalkv.services.gateway.prompt import Prompt, add_implicit, check_text_size, flatten
+from criticalkv.services.gateway.schemas import ChatRequest, parse_ttl
+from criticalkv.services.gateway.transcript import Transcript
+from criticalkv.services.gateway.workers import Event
+from criticalkv.shared.errors import CancelledError, CriticalKVError, InvalidRequestError
+from criticalkv.shared.identity import tenant_salt
+from criticalkv.shared.model.chat import Message, Part
+from criticalkv.shared.requests import (
+    DecodeDelta,
+    DecodeEnd,
+    DecodeRequest,
+    DecodeStart,
+    Sampling,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where a conversation stands before the request's messages."""
+
+    transcript: Transcript
+    policy: str
+    salt: str
+    node_id: str | None = None
+
+
+class Chat:
+    """Runs chat turns."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self._core = core
+
+    async def start(
+        self, tenant: Tenant, request: ChatRequest, handle: str, deadline: Deadline
+    ) -> Turn:
+        """Plan a turn, prefill what is missing, and wait for decode's first event.
+
+        Raises:
+            CriticalKVError: everything that can be refused before the first token.
+        """
+        core, received = self._core, time.perf_counter()
+        core.check_model(request.model)
+        messages = [message.plain() for message in request.messages]
+        check_text_size(messages, core.template, core.model.max_positions)
+        base = await self._base(tenant, request)
+        prompt, transcript = await asyncio.to_thread(self._render, request, messages, base)
+        plan = await self._plan(request, base, prompt, deadline)
+        turn = Turn(core, tenant, request, handle, base, transcript, received)
+        await turn.open(plan, deadline)
+        return turn
+
+    async def _base(self, tenant: Tenant, request: ChatRequest) -> Base:
+        """Return what the messages follow: nothing, or a stored context."""
+        core, ext = self._core, request.criticalkv
+        salt = tenant_salt(tenant.name, ext.cache_salt)
+        if ext.context_id is None:
+            policy = ext.policy or core.config.eviction.policy
+            return Base(core.transcript(policy, salt), policy, salt)
+        handle = await core.resolve(tenant, ext.context_id)
+        meta = core.metadata(handle.metadata)
+        if ext.cache_salt is not None and salt != meta.salt:
+            raise InvalidRequestError(
+                "criticalkv.cache_salt differs from the context's", param="criticalkv.cache_salt"
+            )
+        return Base(meta.transcript, ext.policy or meta.policy, meta.salt, handle.node_id)
+
+    def _render(
+        self, request: ChatRequest, messages: list[Message], base: Base
+    ) -> tuple[Prompt, Transcript]:
+        """Tokenize; runs in a thread."""
+        template, limits = self._core.template, self._core.config.gateway
+        transcripts = base.transcript.say_all(messages)
+        after = transcripts[-1]
+        if base.node_id is not None:
+            roles, is_open = base.transcript.roles, base.transcript.is_open
+            return flatten(template.continue_(roles, is_open, messages), template), after
+        if request.prompt_cache_options.mode == "implicit":
+            messages = add_implicit(messages, template, limits.implicit_breakpoint_tokens)
+        pieces = template.render(messages, add_generation_prompt=True)
+        reusable = transcripts if template.incremental else []
+        return flatten(pieces, template, messages, reusable), after
+
+    async def _plan(
+        self, request: ChatRequest, base: Base, prompt: Prompt, deadline: Deadline
+    ) -> Plan:
+        core, room = self._core, request.token_limit or 1
+        want = core.want(
+            policy=base.policy,
+            salt=base.salt,
+            read_tier=request.criticalkv.read_tier,
+            store_tier=request.criticalkv.store_tier,
+            ttl_ms=_ttl_ms(request),
+        )
+        check_room(len(prompt.ids), room, core.model.max_positions)
+        if base.node_id is None:
+            return await core.planner.resent(prompt, want, room, deadline)
+        return await core.planner.continued(base.node_id, prompt, want, room, deadline)
+
+
+class Turn:
+    """A turn that is being decoded: a Reply."""
+
+    def __init__(
+        self,
+        core: GatewayCore,
+        tenant: Tenant,
+        request: ChatRequest,
+        handle: str,
+        base: Base,
+        transcript: Transcript,
+        received: float,
+    ) -> None:
+        self.id = handle
+        self.created = int(time.time())
+        self.model = core.model.name
+        self.choices = request.n
+        self._core = core
+        self._tenant = tenant
+        self._request = request
+        self._base = base
+        self._transcript = transcript
+        self._received = received
+        self._handles = [handle, *(core.new_handle("resp") for _ in range(request.n - 1))]
+        self._texts: list[list[str]] = [[] for _ in range(request.n)]
+        self._starts: dict[int, DecodeStart] = {}
+        self._generated = 0
+        self._ttft: float | None = None
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object so far."""
+        plan = self._running.plan
+        return {
+            "prompt_tokens": plan.prompt_tokens,
+            "completion_tokens": self._generated,
+            "total_tokens": plan.prompt_tokens + self._generated,
+            "prompt_tokens_details": {
+                "cached_tokens": plan.cached_tokens,
+                "cache_write_tokens": plan.spent.tokens,
+            },
+        }
+
+    async def open(self, plan: Plan, deadline: Deadline) -> None:
+        """Start decode and wait for its first event, so that early errors have a status."""
+        requests = [self._decode_request(plan, i) for i in range(self.choices)]
+        core = self._core
+        self._running = Choices(core.workers, core.planner, plan, requests, deadline)
+        try:
+            self._first = await self._running.next()
+        except BaseException:
+            await self._running.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Cancel the turn if it still runs."""
+        await self._running.aclose()
+
+    async def events(self) -> AsyncGenerator[ReplyEvent, None]:
+        """Yield the turn's events; each choice is bound to its handle before its end."""
+        ended = 0
+        try:
+            for index, handle in enumerate(self._handles):
+                yield Opened(index, handle)
+            item = self._first
+            while True:
+                event = await self._take(*item)
+                ended += isinstance(event, Finished)
+                if ended == self.choices:
+                    self._count()
+                if event is not None:
+                    yield event
+                if ended == self.choices:
+                    return
+                item = await self._running.next()
+        finally:
+            await self.aclose()
+
+    async def _take(self, index: int, event: Event) -> ReplyEvent | None:
+        if isinstance(event, DecodeStart):
+            self._starts[index] = event
+            return None
+        self._first_token()
+        if isinstance(event, DecodeDelta):
+            self._texts[index].append(event.text)
+            logprobs = logprob_fields(event.logprobs)
+            return Said(index, event.text, logprobs) if event.text or logprobs else None
+        return await self._end(index, event)
+
+    async def _end(self, index: int, end: DecodeEnd) -> Finished:
+        if end.finish_reason == "cancelled":
+            raise CancelledError("the answer was cancelled before it was complete")
+        self._generated += end.completion_tokens
+        error = await self._commit(index, end)
+        return Finished(index, end.finish_reason, self._extension(index, end, error))
+
+    async def _commit(self, index: int, end: DecodeEnd) -> str | None:
+        """Bind the choice's handle to its node; return what went wrong, or None."""
+        if end.node_id is None or end.publish_error is not None:
+            return end.publish_error or "the turn was not stored"
+        answer = Message("assistant", (Part("".join(self._texts[index])),))
+        after = self._transcript.say(answer).close()
+        metadata = self._core.describe("turn", after, self._base.policy, self._base.salt)
+        try:
+            await self._core.store.bind_handle(
+                self._handles[index],
+                self._tenant.digest,
+                end.node_id,
+                metadata.encode(),
+                _ttl_ms(self._request),
+            )
+            if self._core.template.incremental:
+                await self._core.store.put_alias(after.digest, end.node_id, end.view)
+        except CriticalKVError as error:
+            log.warning("turn %s is not bound: %s", self._handles[index], error.code)
+            return error.message
+        return None
+
+    def _extension(self, index: int, end: DecodeEnd, error: str | None) -> dict[str, Any]:
+        start, plan = self._starts.get(index), self._running.plan
+        fields = {
+            "handle": self._handles[index],
+            "node_id": end.node_id,
+            "tier": start.tier if start else None,
+            "retained_fraction": start.retained_fraction if start else None,
+            "bytes_pulled": start.bytes_pulled if start else None,
+            "store_ms": start.store_ms if start else None,
+            "prefill_ms": plan.spent.milliseconds,
+            "replica": start.replica if start else None,
+            "published": error is None,
+            "ttft_ms": 1000 * (self._ttft or 0.0),
+        }
+        return fields if error is None else {**fields, "error": error}
+
+    def _decode_request(self, plan: Plan, index: int) -> DecodeRequest:
+        return DecodeRequest(
+            request_id=self._handles[index],
+            parent=plan.parent.id if plan.parent else None,
+            tier=self._request.criticalkv.read_tier,
+            token_ids=plan.token_ids,
+            salt=self._base.salt,
+            sampling=self._sampling(plan, index),
+            ttl_ms=_ttl_ms(self._request),
+        )
+
+    def _sampling(self, plan: Plan, index: int) -> Sampling:
+        request = self._request
+        room = self._core.model.max_positions - plan.prompt_tokens
+        default = min(self._core.config.gateway.default_max_tokens, room)
+        return Sampling(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.criticalkv.top_k,
+            seed=(self._seed() + index) % (1 << 63),
+            max_tokens=request.token_limit or default,
+            stop=tuple(request.stop),
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+
+    def _seed(self) -> int:
+        """The wanted seed, or one that the handle gives: a retry draws the same."""
+        if self._request.seed is not None:
+            return self._request.seed
+        return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little")
+
+    def _first_token(self) -> None:
+        if self._ttft is None:
+            self._ttft = time.perf_counter() - self._received
+            self._core.metrics.first_token(self._ttft)
+
+    def _count(self) -> None:
+        plan = self._running.plan
+        self._core.metrics.turn(
+            seconds=time.perf_counter() - self._received,
+            prompt=plan.prompt_tokens,
+            cached=plan.cached_tokens,
+            generated=self._generated,
+        )
+
+
+def _ttl_ms(request: ChatRequest) -> int:
+    """The longest time to live that the request asks for; 0 = the store's default."""
+    marks = [part.mark for message in request.messages for part in message.content]
+    ttls = [request.prompt_cache_options.ttl, *(mark.ttl for mark in marks if mark)]
+    return max(parse_ttl(ttl) for ttl in ttls)

@@ -1,0 +1,141 @@
+"""Contexts: register ahead of time, look at, pin, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from decimal import Decimal
+from typing import Any
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.gateway.auth import Tenant
+from criticalkv.services.gateway.core import GatewayCore
+from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.prompt import Prompt, check_text_size, flatten
+from criticalkv.services.gateway.schemas import ContextRequest, parse_ttl
+from criticalkv.services.gateway.transcript import Metadata, Transcript
+from criticalkv.shared.errors import ContextExpiredError, InvalidRequestError, NodeMissingError
+from criticalkv.shared.identity import tenant_salt
+from criticalkv.shared.model.chat import Message
+
+PREFIX = "ctx_"
+
+
+class Contexts:
+    """What a client can do with contexts. Handles of turns work, too."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self._core = core
+
+    async def create(
+        self, tenant: Tenant, request: ContextRequest, deadline: Deadline
+    ) -> dict[str, Any]:
+        """Compress and store a context; return it under a new handle."""
+        core = self._core
+        core.check_model(core.model.name if request.model is None else request.model)
+        policy = request.policy or core.config.eviction.policy
+        salt = tenant_salt(tenant.name, request.cache_salt)
+        messages, ttl_ms = request.plain(), parse_ttl(request.ttl)
+        check_text_size(messages, core.template, core.model.max_positions)
+        prompt = await asyncio.to_thread(self._render, messages)
+        want = core.want(policy=policy, salt=salt, store_tier=request.store_tier, ttl_ms=ttl_ms)
+        plan = await core.planner.store_all(prompt, want, deadline)
+        if plan.parent is None:
+            raise InvalidRequestError("the context is empty", param="text")
+        metadata = core.describe(
+            "context",
+            _open(core.transcript(policy, salt), messages),
+            policy,
+            salt,
+            prefill_ms=plan.spent.milliseconds,
+            cached=not plan.spent.results,
+            store_tier=want.store_tier,
+        )
+        handle = await core.store.bind_handle(
+            core.new_handle("ctx"), tenant.digest, plan.parent.id, metadata.encode(), ttl_ms
+        )
+        if ttl_ms:
+            await core.store.touch(plan.parent.id, ttl_ms)
+        return (await self._objects([handle]))[0]
+
+    async def get(self, tenant: Tenant, handle: str) -> dict[str, Any]:
+        """Return one context.
+
+        Raises:
+            ContextNotFoundError: unknown, expired or another tenant's.
+        """
+        return (await self._objects([await self._core.resolve(tenant, handle)]))[0]
+
+    async def all(self, tenant: Tenant, limit: int) -> dict[str, Any]:
+        """Return the tenant's contexts, newest first."""
+        handles = await self._core.store.list_handles(tenant.digest, PREFIX, limit)
+        return {"object": "list", "data": await self._objects(handles)}
+
+    async def delete(self, tenant: Tenant, handle: str) -> dict[str, Any]:
+        """Remove the handle, and KV that nothing references any more."""
+        await self._core.resolve(tenant, handle)
+        await self._core.store.delete_handle(tenant.digest, handle)
+        return {"id": handle, "object": "context.deleted", "deleted": True}
+
+    async def pin(self, tenant: Tenant, handle: str, *, keep: bool) -> dict[str, Any]:
+        """Keep a context and its ancestors until unpinned, or stop keeping them."""
+        store = self._core.store
+        found = await self._core.resolve(tenant, handle)
+        call = store.pin if keep else store.unpin
+        try:
+            await call(tenant.digest, found.node_id)
+        except NodeMissingError as error:
+            raise ContextExpiredError("the context is no longer stored; send it again") from error
+        return {"id": handle, "object": "context", "pinned": keep}
+
+    def _render(self, messages: list[Message]) -> Prompt:
+        template = self._core.template
+        return flatten(template.render(messages, add_generation_prompt=False), template)
+
+    async def _objects(self, handles: list[pb.Handle]) -> list[dict[str, Any]]:
+        stats = await self._core.store.stat([h.node_id for h in handles]) if handles else []
+        return [
+            describe(handle, Metadata.decode(handle.metadata), stat)
+            for handle, stat in zip(handles, stats, strict=True)
+        ]
+
+
+def describe(handle: pb.Handle, meta: Metadata, stat: pb.NodeStat) -> dict[str, Any]:
+    """Return a context as the API shows it. Without KV, `tiers` is empty."""
+    full = stat.full_entries
+    tiers = [
+        {
+            "tier": tier,
+            "bytes": size,
+            "entries": entries,
+            "retained_fraction": entries / full if full else 1.0,
+        }
+        for tier, size, entries in zip(stat.tiers, stat.tier_bytes, stat.tier_entries, strict=True)
+    ]
+    return {
+        "id": handle.handle,
+        "object": "context",
+        "node_id": handle.node_id,
+        "model": meta.model,
+        "policy": meta.policy,
+        "created": handle.created_at,
+        "tiers": tiers,
+        "num_tokens": stat.next_position,
+        "full_bytes": _full_bytes(stat),
+        "prefill_ms": meta.prefill_ms,
+        "cached": meta.cached,
+        "pinned": stat.pinned,
+    }
+
+
+def _full_bytes(stat: pb.NodeStat) -> int | None:
+    """Bytes of the untouched KV: entries are all of one size."""
+    if not stat.tier_entries or not stat.tier_entries[-1]:
+        return None
+    size = Decimal(stat.tier_bytes[-1]) / stat.tier_entries[-1]
+    return int(size * stat.full_entries)
+
+
+def _open(start: Transcript, messages: list[Message]) -> Transcript:
+    """The conversation with its last message left open: more may join it."""
+    *closed, last = messages
+    return ([start, *start.say_all(closed)][-1]).say(last)

@@ -1,0 +1,162 @@
+"""The gateway's parts, wired once, without HTTP and without Ray."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from decimal import Decimal
+
+from transformers import PreTrainedTokenizerBase
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.gateway.async_store import AsyncStore
+from criticalkv.services.gateway.auth import Authenticator, Tenant
+from criticalkv.services.gateway.metrics import Metrics
+from criticalkv.services.gateway.nodes import Model, Want
+from criticalkv.services.gateway.plan import Planner
+from criticalkv.services.gateway.prefill_once import Prefiller
+from criticalkv.services.gateway.restore import Restorer
+from criticalkv.services.gateway.transcript import Metadata, Transcript
+from criticalkv.services.gateway.workers import Workers
+from criticalkv.shared.config import Config
+from criticalkv.shared.errors import ContextExpiredError, ContextNotFoundError, ModelNotFoundError
+from criticalkv.shared.identity import resolve_tier
+from criticalkv.shared.model.chat import ChatTemplate
+from criticalkv.shared.store_client import StoreClient
+
+HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+class GatewayCore:
+    """Everything that requests share.
+
+    Args:
+        config: all of it.
+        model: identity and limits of the served model.
+        tokenizer: the model's, with its chat template.
+        store: client; closed with the core.
+        workers: prefill and decode.
+
+    Raises:
+        ConfigError: if the gateway would be open to other machines without keys.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        tokenizer: PreTrainedTokenizerBase,
+        store: StoreClient,
+        workers: Workers,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.auth = Authenticator(config.gateway)
+        self.template = ChatTemplate(tokenizer)
+        self.store = AsyncStore(store)
+        self.workers = workers
+        self.metrics = Metrics()
+        prefiller = Prefiller(self.store, workers, self.metrics)
+        restorer = Restorer(self.store, prefiller, model)
+        self.planner = Planner(
+            self.store, model, self.template, prefiller, restorer, config.gateway
+        )
+
+    def close(self) -> None:
+        """Stop threads and connections."""
+        self.store.close()
+
+    def check_model(self, name: str) -> None:
+        """Accept the served model's name only; a closed list, no look-up.
+
+        Raises:
+            ModelNotFoundError: for every other name.
+        """
+        if name != self.model.name:
+            raise ModelNotFoundError(
+                f"model {name[:100]!r} is not served here; this is {self.model.name!r}",
+                param="model",
+            )
+
+    def want(
+        self,
+        *,
+        policy: str,
+        salt: str,
+        read_tier: str | None = None,
+        store_tier: str | None = None,
+        ttl_ms: int = 0,
+    ) -> Want:
+        """Combine a request's wishes with the defaults.
+
+        An explicit tier, read or stored, asks for a node that has it; it counts as the
+        next lower tier that this server stores.
+        """
+        tiers = self.config.eviction.tiers
+        asked = [resolve_tier(tiers, tier) for tier in (read_tier, store_tier) if tier]
+        store = store_tier or self.config.eviction.store_tier
+        return Want(
+            policy=policy,
+            store_tier=max([store, *asked], key=Decimal),
+            salt=salt,
+            read_tier=read_tier,
+            at_least=max(asked, key=Decimal, default=None),
+            ttl_ms=ttl_ms,
+        )
+
+    def transcript(self, policy: str, salt: str) -> Transcript:
+        """Begin a conversation's digest chain."""
+        model = self.model
+        return Transcript.start(
+            model.model_digest, model.tokenizer_digest, model.dtype, policy, salt
+        )
+
+    def describe(
+        self, kind: str, transcript: Transcript, policy: str, salt: str, **more: object
+    ) -> Metadata:
+        """Return what a handle of this model carries."""
+        model = self.model
+        return Metadata.model_validate(
+            {
+                "kind": kind,
+                "model": model.name,
+                "model_digest": model.model_digest,
+                "tokenizer_digest": model.tokenizer_digest,
+                "policy": policy,
+                "salt": salt,
+                "roles": list(transcript.roles),
+                "is_open": transcript.is_open,
+                "digest": transcript.digest,
+                **more,
+            }
+        )
+
+    def metadata(self, data: bytes) -> Metadata:
+        """Read a handle's metadata.
+
+        Raises:
+            ContextExpiredError: if it belongs to other weights or another tokenizer.
+        """
+        meta = Metadata.decode(data)
+        ours = (self.model.model_digest, self.model.tokenizer_digest)
+        if (meta.model_digest, meta.tokenizer_digest) != ours:
+            raise ContextExpiredError("the context belongs to another version of the model")
+        return meta
+
+    async def resolve(self, tenant: Tenant, handle: str) -> pb.Handle:
+        """Return a tenant's handle.
+
+        Raises:
+            ContextNotFoundError: always with the same words, whether the handle is
+                malformed, unknown, expired or another tenant's.
+        """
+        try:
+            if HANDLE.fullmatch(handle):
+                return await self.store.resolve_handle(tenant.digest, handle)
+        except ContextNotFoundError:
+            pass
+        raise ContextNotFoundError("no such context", param="criticalkv.context_id")
+
+    def new_handle(self, prefix: str) -> str:
+        """Return a fresh random handle."""
+        return f"{prefix}_{secrets.token_hex(16)}"

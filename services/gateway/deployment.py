@@ -1,0 +1,38 @@
+"""The gateway as a Ray Serve deployment: a thin shell around the core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from criticalkv.services.gateway.app import build_app
+from criticalkv.services.gateway.core import GatewayCore
+from criticalkv.services.gateway.workers import RayWorkers
+from criticalkv.shared.config import Config
+from criticalkv.shared.model.spec import load_spec, load_tokenizer
+from criticalkv.shared.store_client import StoreClient
+
+
+class Gateway:
+    """Wires the core to Ray handles. Wrapped with `serve.ingress()` and `serve.deployment`.
+
+    Args:
+        config: all of it.
+        prefill: handle of the prefill deployment.
+        decode: handle of the decode deployment.
+    """
+
+    def __init__(self, config: Config, prefill: Any, decode: Any) -> None:
+        spec = load_spec(config.model)
+        self._core = GatewayCore(
+            config,
+            spec,
+            load_tokenizer(spec),
+            StoreClient.of(config.store),
+            RayWorkers(prefill, decode),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray Serve in the replica, after the constructor."""
+        return build_app(self._core)

@@ -1,0 +1,165 @@
+"""Handles: random names owned by a tenant, each bound to one node for good."""
+
+from __future__ import annotations
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.store import checks, keys, scripts
+from criticalkv.services.store.nodes import Nodes
+from criticalkv.services.store.redis_data import RedisData
+from criticalkv.shared.cache.manifest import MAX_PART_BYTES
+from criticalkv.shared.config import StoreConfig
+from criticalkv.shared.errors import (
+    ContextNotFoundError,
+    IdempotencyConflictError,
+    InvalidRequestError,
+    NodeMissingError,
+)
+
+MAX_LIST = 1000
+_PAGE = 100
+
+
+class Handles:
+    """All handles. An unknown, expired or foreign one always looks the same."""
+
+    def __init__(self, redis: RedisData, nodes: Nodes, config: StoreConfig) -> None:
+        self._redis = redis
+        self._nodes = nodes
+        self._ttl_ms = config.record_ttl_s * 1000
+        self._node_ttl_ms = config.node_ttl_s * 1000
+
+    async def bind(self, request: pb.BindHandleRequest) -> pb.Handle:
+        """Bind a handle to a node; again with the same node is the same binding.
+
+        Raises:
+            NodeMissingError: if neither the node nor its token record is stored.
+            IdempotencyConflictError: if the handle names another node.
+        """
+        tenant, handle = checks.tenant(request.tenant), checks.handle(request.handle)
+        node_id = checks.node_id(request.node_id)
+        metadata = checks.size(request.metadata, MAX_PART_BYTES, "metadata")
+        ttl_ms = checks.ttl(request.ttl_ms, self._ttl_ms)
+        if not await self._nodes.known(node_id):
+            raise NodeMissingError.of(node_id, "not stored")
+        digest = keys.digest(tenant, handle)
+        bound = await self._redis.run(
+            scripts.BIND, [keys.handle(digest)], [handle, tenant, node_id, metadata, ttl_ms]
+        )
+        if bound is None:
+            raise IdempotencyConflictError("the handle names another node", param="handle")
+        created = int(bound[0])
+        await self._keep_node(node_id, digest, ttl_ms)
+        await self._redis.run(
+            scripts.LISTED, [keys.tenant_handles(tenant)], [handle, created, ttl_ms]
+        )
+        return pb.Handle(
+            handle=handle,
+            tenant=tenant,
+            node_id=node_id,
+            metadata=metadata,
+            created_at=created,
+            ttl_ms=ttl_ms,
+        )
+
+    async def resolve(self, tenant: str, handle: str) -> pb.Handle:
+        """Return a handle, and keep it and its nodes alive.
+
+        Raises:
+            ContextNotFoundError: if the tenant has no such handle.
+        """
+        digest = _digest(tenant, handle)
+        found = _handle(await self._redis.run(scripts.RESOLVE, [keys.handle(digest)], []), tenant)
+        await self._keep_node(found.node_id, digest, found.ttl_ms)
+        return found
+
+    async def list_of(self, request: pb.ListHandlesRequest) -> list[pb.Handle]:
+        """Return a tenant's handles with a prefix, newest first."""
+        tenant, limit = checks.tenant(request.tenant), request.limit or _PAGE
+        if limit > MAX_LIST:
+            raise InvalidRequestError(f"limit is {limit}, at most {MAX_LIST}", param="limit")
+        out: list[pb.Handle] = []
+        offset = 0
+        while len(out) < limit:
+            names = await self._names(tenant, offset)
+            if not names:
+                break
+            wanted = [name for name in names if name.startswith(request.prefix)]
+            found = await self._read(tenant, wanted)
+            out += [handle for handle in found if handle is not None]
+            expired = [n for n, h in zip(wanted, found, strict=True) if h is None]
+            if expired:
+                await self._redis.command("ZREM", keys.tenant_handles(tenant), *expired)
+            offset += len(names) - len(expired)
+        return out[:limit]
+
+    async def delete(self, tenant: str, handle: str) -> list[str]:
+        """Remove a handle, then every node that nothing refers to any more.
+
+        Returns:
+            The ids of the nodes that went.
+
+        Raises:
+            ContextNotFoundError: if the tenant has no such handle.
+        """
+        digest = _digest(tenant, handle)
+        node = await self._redis.command("HGET", keys.handle(digest), "node")
+        if node is None or not await self._redis.command("UNLINK", keys.handle(digest)):
+            raise _not_found()
+        node_id = node.decode()
+        await self._redis.command("ZREM", keys.tenant_handles(tenant), handle)
+        await self._redis.command("ZREM", keys.bindings(node_id), digest)
+        return await self._nodes.delete_unreferenced(node_id)
+
+    async def _keep_node(self, node_id: str, digest: str, ttl_ms: int) -> None:
+        await self._redis.run(scripts.BOUND, [keys.bindings(node_id)], [digest, ttl_ms])
+        await self._nodes.touch(node_id, min(ttl_ms, self._node_ttl_ms))
+
+    async def _names(self, tenant: str, offset: int) -> list[str]:
+        found = await self._redis.command(
+            "ZREVRANGE", keys.tenant_handles(tenant), offset, offset + _PAGE - 1
+        )
+        return [name.decode() for name in found]
+
+    async def _read(self, tenant: str, names: list[str]) -> list[pb.Handle | None]:
+        replies = await self._redis.commands(
+            [
+                command
+                for key in (keys.handle(keys.digest(tenant, name)) for name in names)
+                for command in (
+                    ("HMGET", key, "handle", "tenant", "node", "metadata", "created", "ttl"),
+                    ("PTTL", key),
+                )
+            ]
+        )
+        out: list[pb.Handle | None] = []
+        for fields, ttl_ms in zip(replies[::2], replies[1::2], strict=True):
+            alive = fields[0] is not None and ttl_ms > 0
+            out.append(_handle([*fields[:5], ttl_ms], tenant) if alive else None)
+        return out
+
+
+def _digest(tenant: str, handle: str) -> str:
+    # A malformed handle is an unknown one: the same answer.
+    try:
+        return keys.digest(checks.tenant(tenant), checks.handle(handle))
+    except InvalidRequestError as error:
+        if error.param == "tenant":
+            raise
+        raise _not_found() from None
+
+
+def _handle(fields: list[bytes] | None, tenant: str) -> pb.Handle:
+    if fields is None or fields[1].decode() != tenant:
+        raise _not_found()
+    return pb.Handle(
+        handle=fields[0].decode(),
+        tenant=tenant,
+        node_id=fields[2].decode(),
+        metadata=fields[3],
+        created_at=int(fields[4]),
+        ttl_ms=int(fields[5]),
+    )
+
+
+def _not_found() -> ContextNotFoundError:
+    return ContextNotFoundError("no such handle", param="handle")

@@ -1,0 +1,59 @@
+"""Idempotency keys: one request under one key runs once; retries read its answer."""
+
+from __future__ import annotations
+
+import secrets
+
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.store import checks, keys, scripts
+from criticalkv.services.store.redis_data import RedisData
+from criticalkv.shared.config import StoreConfig
+from criticalkv.shared.errors import IdempotencyConflictError
+
+DEFAULT_LEASE_MS = 60_000
+
+
+class Requests:
+    """All idempotency keys, apart per tenant."""
+
+    def __init__(self, redis: RedisData, config: StoreConfig) -> None:
+        self._redis = redis
+        self._ttl_ms = config.record_ttl_s * 1000
+
+    async def begin(self, request: pb.BeginRequestRequest) -> pb.BeginRequestResponse:
+        """Start a request, or learn that it runs or is done.
+
+        Raises:
+            IdempotencyConflictError: if the key was used with another request.
+        """
+        key = keys.request(checks.tenant(request.tenant), _digest(request.key_digest))
+        body = checks.node_id(request.request_digest, "request_digest")
+        lease_ms = checks.ttl(request.lease_ms, DEFAULT_LEASE_MS, "lease_ms", checks.MAX_LEASE_MS)
+        state, handle, answer, token = await self._redis.run(
+            scripts.BEGIN,
+            [key],
+            [
+                body,
+                checks.handle(request.handle),
+                secrets.token_hex(16),
+                lease_ms,
+                checks.ttl(request.ttl_ms, self._ttl_ms),
+            ],
+        )
+        if state == 0:
+            raise IdempotencyConflictError(
+                "the idempotency key was used with another request", param="key_digest"
+            )
+        return pb.BeginRequestResponse(
+            state=state, handle=handle.decode(), answer=answer, lease_token=token.decode()
+        )
+
+    async def finish(self, request: pb.FinishRequestRequest) -> bool:
+        """Store the answer, or with an empty one forget the key; False if taken over."""
+        key = keys.request(checks.tenant(request.tenant), _digest(request.key_digest))
+        answer = checks.size(request.answer, checks.MAX_ANSWER_BYTES, "answer")
+        return bool(await self._redis.run(scripts.FINISH, [key], [request.lease_token, answer]))
+
+
+def _digest(value: str) -> str:
+    return checks.node_id(value, "key_digest")

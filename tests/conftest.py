@@ -1,0 +1,32 @@
+"""Fixtures that several folders share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from criticalkv.services.store.process import StoreProcess, start_store
+from criticalkv.shared.config import StoreConfig
+from criticalkv.shared.store_client import StoreClient
+
+
+@pytest.fixture(scope="session")
+def store_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    """A real store with a real Valkey, one for the whole run."""
+    config = StoreConfig(
+        address="127.0.0.1:0",
+        data_dir=str(tmp_path_factory.mktemp("store")),
+        memory_limit_mb=512,
+        lease_ttl_s=2,
+        read_deadline_s=5.0,
+        janitor_interval_s=0.2,
+    )
+    with start_store(config) as process:
+        yield process
+
+
+@pytest.fixture
+def store(store_process: StoreProcess) -> Iterator[StoreClient]:
+    """A client of that store."""
+    with store_process.client() as client:
+        yield client

@@ -1,0 +1,130 @@
+"""Text that may be shown: whole characters, and no piece of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from criticalkv.services.decode.text import StopMatch, TextStream
+from criticalkv.shared.model.loader import LoadedModel
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., LoadedModel]) -> PreTrainedTokenizerBase:
+    return tiny_model().tokenizer
+
+
+def run(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop: tuple[str, ...]
+) -> tuple[list[str], StopMatch | None, list[int]]:
+    """Push a text byte by byte; return what was shown, the match and the ids pushed."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    stream, shown = TextStream(tokenizer, stop), []
+    for n, token in enumerate(ids, start=1):
+        match = stream.push(token)
+        if match:
+            return [*shown, stream.take(final=True)], match, ids[:n]
+        shown.append(stream.take())
+    return [*shown, stream.take(final=True)], None, ids
+
+
+def test_characters_are_never_split(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "añ 漢字 👩‍👩‍👧 🇩🇪 é"
+    assert len(tokenizer.encode(text)) > len(text), "no character spans tokens"
+    shown, _, _ = run(tokenizer, text, ())
+    assert "".join(shown) == text
+    assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_unfinished_character_is_dropped_at_the_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    stream = TextStream(tokenizer, ())
+    for token in tokenizer.encode("ok 漢")[:-1]:
+        stream.push(token)
+    assert stream.take(final=True) == "ok "
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "visible", "leftover"),
+    [
+        ("hello STOP more", ("STOP",), "hello ", ""),
+        ("STOP", ("STOP",), "", ""),
+        ("ab abc", ("abc",), "ab ", ""),
+        ("aaab", ("aab",), "a", ""),
+        ("xENDy", ("ENDING", "END"), "x", ""),
+        ("漢字stop", ("字s",), "漢", ""),
+    ],
+)
+def test_stop_strings(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    stop: tuple[str, ...],
+    visible: str,
+    leftover: str,
+) -> None:
+    shown, match, _ = run(tokenizer, text, stop)
+    assert "".join(shown) == visible
+    assert match == StopMatch(len(tokenizer.encode(visible)), leftover)
+
+
+def test_withheld_text_is_flushed_when_no_stop_comes(tokenizer: PreTrainedTokenizerBase) -> None:
+    shown, match, _ = run(tokenizer, "wait ST", ("STOP",))
+    assert match is None
+    assert shown[-1] == "ST"
+    assert "".join(shown) == "wait ST"
+
+
+@given(
+    text=st.text(alphabet="ab漢🙂 ", max_size=20),
+    stop=st.lists(st.text(alphabet="ab漢🙂 ", min_size=1, max_size=3), max_size=3),
+)
+def test_shown_text_is_the_text_before_the_first_stop(
+    tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str]
+) -> None:
+    shown, match, ids = run(tokenizer, text, tuple(stop))
+    seen = bytes(0) if not ids else tokenizer.decode(ids)
+    if match is None:
+        assert "".join(shown) == text
+        assert not any(s in text for s in stop)
+    else:
+        cut = min(i for s in stop if (i := str(seen).find(s)) >= 0)
+        assert "".join(shown) == str(seen)[:cut]
+    # Nothing that was shown early can be the start of a stop string that came later.
+    so_far = ""
+    for piece in shown[:-1]:
+        so_far += piece
+        assert text.startswith(so_far)
+        assert not any(s in so_far for s in stop)
+
+
+class _Multi:
+    """Tokens of several characters, which a byte tokenizer has not."""
+
+    pieces = ("foo ", "bar\n", "\nbaz", "qux")
+
+
+def test_stop_inside_a_token_leaves_its_first_part_pending(
+    multi_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    stream = TextStream(multi_tokenizer, ("\n\n",))
+    assert stream.push(0) is None
+    assert stream.take() == "foo "
+    assert stream.push(1) is None
+    assert stream.take() == "bar"
+    match = stream.push(2)
+    assert match == StopMatch(kept_tokens=1, leftover="bar")
+    assert stream.take(final=True) == ""
+
+
+@pytest.fixture
+def multi_tokenizer() -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {piece: i for i, piece in enumerate(_Multi.pieces)}
+    backend = Tokenizer(WordLevel(vocab, unk_token="qux"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
