@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# The version that was tried, and the one with a small CPU build where an index offers one;
+# newer ones come as several GB for CUDA. TORCH='torch>=2.13' takes what pip prefers.
+TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test check bench-quick clean
@@ -36,15 +39,15 @@ clean:
 # One stamp per set of dependencies: installed once, and again when pyproject.toml changes.
 # A larger set contains the smaller ones, so its stamp renews theirs as well.
 $(VENV)/.run: $(VENV)/.python pyproject.toml
-	$(BIN)/python -m pip install -e .
+	$(BIN)/python -m pip install '$(TORCH)' -e .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.python pyproject.toml
-	$(BIN)/python -m pip install -e '.[test]'
+	$(BIN)/python -m pip install '$(TORCH)' -e '.[test]'
 	@touch $(VENV)/.run $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml
-	$(BIN)/python -m pip install -e '.[dev]'
+	$(BIN)/python -m pip install '$(TORCH)' -e '.[dev]'
 	@touch $(VENV)/.run $(VENV)/.test $@
 
 $(VENV)/.python:

@@ -23,7 +23,7 @@ DEFAULT_TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8", "1")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class ModelConfig(_Section):

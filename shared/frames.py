@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from criticalkv.proto import cache_store_pb2 as pb
 from google.protobuf.message import DecodeError, Message
+
+from criticalkv.proto import cache_store_pb2 as pb
 
 Buffer = bytes | bytearray | memoryview
 MAX_MESSAGE_BYTES = 24 * 1024 * 1024

@@ -28,6 +28,9 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.shared.cache.manifest import (
     Manifest,
@@ -61,8 +64,6 @@ from criticalkv.shared.frames import (
     encode_segment,
 )
 from criticalkv.shared.loopback import is_local_address
-from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.store_client import StoreClient

@@ -20,7 +20,7 @@ class Decode:
     """One replica: one model, many turns at once."""
 
     def __init__(self, config: Config) -> None:
-        self._store = StoreClient.from_config(config.store)
+        self._store = StoreClient.of(config.store)
         model = load_model(config.model, config.decode.threads)
         self._engine = DecodeEngine(model, self._store, config.decode, replica_name())
         self._engine.warm_up()
@@ -50,5 +50,5 @@ class Decode:
         return {"in_flight": self._engine.in_flight, "running": self._engine.running}
 
     def check_health(self) -> None:
-        """Raise if the store cannot be reached, so that Serve replaces the replica."""
-        self._store.check_health()
+        """Raise if the step thread has died, so that Serve replaces the replica."""
+        self._engine.check_health()

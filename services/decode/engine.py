@@ -145,6 +145,14 @@ class DecodeEngine:
         finally:
             sequence.cancelled.set()
 
+    def check_health(self) -> None:
+        """Raise RuntimeError if the step thread is gone.
+
+        The store's health is not ours: replacing replicas would not bring it back.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("the decode step thread has died")
+
     def warm_up(self) -> None:
         """Run one short turn, so that the first request pays for no first time."""
         request = DecodeRequest(

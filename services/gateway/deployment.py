@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
-from criticalkv.services.gateway.workers import RayWorkers
+from criticalkv.services.gateway.ray_workers import RayWorkers
 from criticalkv.shared.config import Config
 from criticalkv.shared.model.spec import load_spec, load_tokenizer
 from criticalkv.shared.store_client import StoreClient

@@ -18,7 +18,7 @@ class Prefill:
     """One replica: one model, a few prefills at once."""
 
     def __init__(self, config: Config) -> None:
-        self._store = StoreClient.from_config(config.store)
+        self._store = StoreClient.of(config.store)
         model = load_model(config.model, config.prefill.threads)
         self._engine = PrefillEngine(
             model, self._store, config.prefill, config.eviction, replica_name()
@@ -36,7 +36,3 @@ class Prefill:
             )
         finally:
             cancelled.set()
-
-    def check_health(self) -> None:
-        """Raise if the store cannot be reached, so that Serve replaces the replica."""
-        self._store.check_health()

@@ -67,7 +67,7 @@ class Janitor:
         cursor = "0"
         while True:
             reply = await self._redis.command("HSCAN", keys.SIZES, cursor, "COUNT", _STEP)
-            cursor = _text(reply[0])
+            cursor = str(int(reply[0]))
             found = reply[1]
             names = [_text(name) for name in (found if isinstance(found, dict) else found[::2])]
             for member in await self._orphans(names):

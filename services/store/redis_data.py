@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import redis.asyncio as redis_asyncio
+from redis import exceptions as redis_exceptions
+
 from criticalkv.services.store.resp import Location
 from criticalkv.shared.errors import ConfigError, StoreFullError, StoreUnavailableError
 from criticalkv.shared.loopback import is_loopback
-from redis import exceptions as redis_exceptions
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import hmac
 from pathlib import Path
 
 import grpc
+
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.loopback import is_local_address

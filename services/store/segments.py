@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import xxhash
+
 from criticalkv.services.store import keys
 from criticalkv.services.store.resp import DataPool
 from criticalkv.shared.frames import segment_head

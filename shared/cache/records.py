@@ -6,10 +6,11 @@ from typing import Annotated
 
 import msgpack
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from criticalkv.shared.cache.manifest import MAX_TOKENS
 from criticalkv.shared.errors import CorruptNodeError
 from criticalkv.shared.identity import HEX64, Identity, tokens_digest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_RECORD_BYTES = 4 * MAX_TOKENS + 64 * 1024
 

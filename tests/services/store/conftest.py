@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import redis
 import xxhash
+
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.cache.manifest import Manifest, Segment

@@ -1,0 +1,78 @@
+"""infra/serve.yaml: valid for Ray Serve and for us, with separate scaling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from criticalkv.services import app as application
+from criticalkv.shared.config import Config, load_config
+from criticalkv.shared.errors import ConfigError
+
+FILE = Path(__file__).resolve().parents[2] / "infra" / "serve.yaml"
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(FILE.read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def config(data: dict[str, Any]) -> Config:
+    return load_config(overrides=data["applications"][0]["args"])
+
+
+def test_ray_accepts_it(data: dict[str, Any]) -> None:
+    schema = ServeDeploySchema.model_validate(data)
+    assert [app.name for app in schema.applications] == [application.APP_NAME]
+    module, _, builder = schema.applications[0].import_path.partition(":")
+    assert module == application.__name__
+    assert callable(getattr(application, builder))
+
+
+def test_it_agrees_with_itself(data: dict[str, Any], config: Config) -> None:
+    assert data["http_options"]["host"] == config.gateway.host == "127.0.0.1"
+    assert data["http_options"]["port"] == config.gateway.port
+    assert data["http_options"]["request_timeout_s"] > config.gateway.request_timeout_s
+
+
+def test_the_builder_takes_its_args(data: dict[str, Any]) -> None:
+    assert application.app_builder(data["applications"][0]["args"])
+
+
+def test_the_builder_names_a_wrong_field() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.max_seqs"):
+        application.app_builder({"decode": {"max_seqs": 1}})
+
+
+def test_prefill_and_decode_scale_apart(config: Config) -> None:
+    prefill = application.prefill_deployment(config)
+    decode = application.decode_deployment(config)
+    for deployment, part in ((prefill, config.prefill), (decode, config.decode)):
+        scaling = deployment._deployment_config.autoscaling_config
+        assert scaling is not None
+        for name, value in part.autoscaling.model_dump().items():
+            assert getattr(scaling, name) == value
+    assert prefill.max_ongoing_requests == config.prefill.max_ongoing
+    assert decode.max_ongoing_requests == config.decode.max_num_seqs
+
+
+def test_equal_bounds_fix_the_number() -> None:
+    decode = application.decode_deployment(Config())
+    assert decode.num_replicas == 2
+    assert decode._deployment_config.autoscaling_config is None
+
+
+def test_workers_get_their_threads() -> None:
+    decode = application.decode_deployment(load_config(overrides={"decode": {"threads": 3}}))
+    assert decode.ray_actor_options is not None
+    env = decode.ray_actor_options["runtime_env"]["env_vars"]
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert env["OMP_WAIT_POLICY"] == "passive"
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert "working_dir" not in decode.ray_actor_options["runtime_env"]

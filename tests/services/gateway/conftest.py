@@ -1,0 +1,290 @@
+"""A gateway over a real store and real HTTP, with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from criticalkv.services.gateway.app import build_app
+from criticalkv.services.gateway.core import GatewayCore
+from criticalkv.services.store.process import StoreProcess
+from criticalkv.shared.cache.ragged import RaggedLayer, cu_seqlens_of
+from criticalkv.shared.config import Config, GatewayConfig
+from criticalkv.shared.errors import NodeMissingError
+from criticalkv.shared.identity import POLICY_DENSE, Identity, resolve_tier, tokens_digest
+from criticalkv.shared.model.chat import ChatTemplate, tokenizer_digest
+from criticalkv.shared.publish import NodePublisher
+from criticalkv.shared.requests import (
+    DecodeDelta,
+    DecodeEnd,
+    DecodeRequest,
+    DecodeStart,
+    PrefillRequest,
+    PrefillResult,
+    TokenLogprob,
+)
+from criticalkv.shared.store_client import StoreClient
+from openai import OpenAI
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEAD_DIM = 4
+Event = DecodeStart | DecodeDelta | DecodeEnd
+
+
+def byte_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """One token per byte, and ChatML's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the gateway knows of a model; a fresh digest keeps tests apart."""
+
+    tokenizer_digest: str
+    name: str = "tiny"
+    model_digest: str = field(default_factory=lambda: secrets.token_hex(32))
+    dtype: str = "float32"
+    max_positions: int = 4096
+
+
+@dataclass
+class ScriptedWorkers:
+    """Publishes real nodes of random KV, and says what the script says."""
+
+    store: StoreClient
+    model: ServedModel
+    template: ChatTemplate
+    prefills: list[PrefillRequest] = field(default_factory=list)
+    decodes: list[DecodeRequest] = field(default_factory=list)
+    prefill_delay: float = 0.0
+    token_delay: float = 0.0
+    say: Callable[[DecodeRequest], str] = lambda request: f"seed {request.sampling.seed}"
+    finish: str = "stop"
+    publish_error: str | None = None
+    fail_prefill: list[Exception] = field(default_factory=list)
+    fail_decode: list[Exception] = field(default_factory=list)
+    fail_after: int | None = None
+    open_decodes: int = 0
+    cancelled_prefills: int = 0
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        self.prefills.append(request)
+        try:
+            await asyncio.sleep(self.prefill_delay)
+        except asyncio.CancelledError:
+            self.cancelled_prefills += 1
+            raise
+        if self.fail_prefill:
+            raise self.fail_prefill.pop(0)
+        return await asyncio.to_thread(self._prefill, request)
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Event, None]:
+        self.decodes.append(request)
+        self.open_decodes += 1
+        try:
+            if self.fail_decode:
+                raise self.fail_decode.pop(0)
+            ancestors, view, position = await asyncio.to_thread(self._chain, request)
+            yield DecodeStart(
+                replica="r1", bytes_pulled=10, cached_tokens=position,
+                tier=min(view, key=Decimal, default="1"), retained_fraction=0.5, store_ms=1.0,
+            )
+            text = self.say(request)
+            for i, character in enumerate(text):
+                if i == self.fail_after:
+                    raise RuntimeError("the secret text of a worker's failure")
+                await asyncio.sleep(self.token_delay)
+                yield _delta(character, request)
+            yield await asyncio.to_thread(self._end, request, text, ancestors, view, position)
+        finally:
+            self.open_decodes -= 1
+
+    def _chain(self, request: DecodeRequest) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+        if request.parent is None:
+            return (), (), 0
+        leaf = self.store.stat([request.parent])[0]
+        stats = [*self.store.stat(list(leaf.ancestors)), leaf] if leaf.present else [leaf]
+        for stat in stats:
+            if not stat.present:
+                raise NodeMissingError.of(stat.node_id, "absent")
+        view = tuple(resolve_tier(stat.tiers, request.tier) for stat in stats)
+        return (*leaf.ancestors, request.parent), view, leaf.next_position
+
+    def _prefill(self, request: PrefillRequest) -> PrefillResult:
+        parent = self.store.stat([request.ancestors[-1]])[0] if request.ancestors else None
+        if parent is not None and not parent.present:
+            raise NodeMissingError.of(request.ancestors[-1], "absent")
+        identity = self._identity(request.policy, request.salt, request.ancestors, request.view,
+                                  request.token_ids)
+        assert identity.node_id == request.node_id
+        tiers = [t for t in Config().eviction.tiers if Decimal(t) <= Decimal(request.store_tier)]
+        tiers = ["1"] if request.policy == POLICY_DENSE else tiers
+        before = parent.next_position if parent else 0
+        manifest = self._publish(identity, request.token_ids, request.ancestors, before, tiers,
+                                 request.pending_ids, request.lease_token, request.ttl_ms)
+        return PrefillResult(
+            node_id=request.node_id, tiers=manifest.tiers,
+            tier_bytes=tuple(manifest.tier_bytes()), tier_entries=tuple(manifest.tier_entries()),
+            full_entries=manifest.full_entries, num_tokens=manifest.num_tokens,
+            next_position=manifest.next_position, prefill_ms=1.0, scoring_ms=1.0, total_ms=2.0,
+            stored_bytes=1, published=True, replica="p1",
+        )
+
+    def _end(
+        self, request: DecodeRequest, text: str, ancestors: tuple[str, ...],
+        view: tuple[str, ...], position: int,
+    ) -> DecodeEnd:
+        new = self.template.encode_content(text)
+        ids = (*request.token_ids, *new)
+        identity = self._identity(POLICY_DENSE, request.salt, ancestors, view, ids)
+        if self.publish_error is None:
+            self._publish(identity, ids, ancestors, position, ["1"], self.template.closing_ids,
+                          "", request.ttl_ms)
+        return DecodeEnd.model_validate({
+            "finish_reason": self.finish, "prompt_tokens": position + len(request.token_ids),
+            "completion_tokens": len(new), "ancestors": ancestors, "view": view,
+            "node_id": identity.node_id if self.publish_error is None else None,
+            "publish_error": self.publish_error,
+        })
+
+    def _identity(
+        self, policy: str, salt: str, ancestors: tuple[str, ...], view: tuple[str, ...],
+        ids: tuple[int, ...],
+    ) -> Identity:
+        return Identity(
+            model_digest=self.model.model_digest, tokenizer_digest=self.model.tokenizer_digest,
+            dtype=self.model.dtype, policy=policy, salt=salt,
+            parent=ancestors[-1] if ancestors else None, view=view, tokens=tokens_digest(ids),
+        )
+
+    def _publish(
+        self, identity: Identity, ids: tuple[int, ...], ancestors: tuple[str, ...], before: int,
+        tiers: list[str], pending: tuple[int, ...], lease: str, ttl_ms: int,
+    ) -> Any:
+        lens = [max(1, int(len(ids) * Decimal(t))) for t in tiers]
+        rows = torch.randn(lens[-1], HEAD_DIM)
+        positions = torch.arange(before, before + lens[-1], dtype=torch.int32)
+        layer = RaggedLayer(rows, rows.clone(), positions, cu_seqlens_of([lens[-1]]))
+        table = torch.tensor([[n] for n in lens])
+        with NodePublisher(self.store, identity, secrets.token_hex(8), lease_token=lease) as put:
+            put.send(layer, table)
+            return put.commit(
+                token_ids=ids, ancestors=ancestors, next_position=before + len(ids),
+                head_dim=HEAD_DIM, tiers=tiers, pending_ids=pending, ttl_ms=ttl_ms,
+            ).manifest
+
+
+def _delta(character: str, request: DecodeRequest) -> DecodeDelta:
+    token = TokenLogprob(token_id=1, token=character, logprob=-0.5, top=((character, -0.5),))
+    wanted = request.sampling.logprobs is not None
+    return DecodeDelta(text=character, token_ids=(1,), logprobs=(token,) if wanted else ())
+
+
+@dataclass
+class Gateway:
+    """A running gateway and what a test needs of its parts."""
+
+    core: GatewayCore
+    workers: ScriptedWorkers
+    store: StoreClient
+    url: str
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=20)
+
+    def chat(self, messages: Any, **fields: Any) -> httpx.Response:
+        headers = fields.pop("headers", {})
+        body = {"model": "tiny", "messages": messages, **fields}
+        return self.post("/v1/chat/completions", body, **headers)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=20)
+
+    def node_ids(self) -> list[str]:
+        return [request.node_id for request in self.workers.prefills]
+
+
+@contextmanager
+def gateway_factory(store_process: StoreProcess) -> Iterator[Callable[..., Gateway]]:
+    """Start gateways with given settings; stop them at the end."""
+    stops: list[Callable[[], None]] = []
+
+    def make(template: str = CHATML, max_positions: int = 4096, **settings: Any) -> Gateway:
+        tokenizer = byte_tokenizer(template)
+        model = ServedModel(tokenizer_digest(tokenizer), max_positions=max_positions)
+        config = Config(gateway=GatewayConfig(**{"implicit_breakpoint_tokens": 100,
+                                                 "decode_max_suffix_tokens": 64, **settings}))
+        store = store_process.client()
+        workers = ScriptedWorkers(store, model, ChatTemplate(tokenizer))
+        core = GatewayCore(config, model, tokenizer, store_process.client(), workers)
+        url, stop = serve(build_app(core))
+        stops.extend([stop, store.close])
+        return Gateway(core, workers, store, url)
+
+    yield make
+    for stop in stops:
+        stop()
+
+
+@pytest.fixture
+def make_gateway(store_process: StoreProcess) -> Iterator[Callable[..., Gateway]]:
+    """Factory of gateways."""
+    with gateway_factory(store_process) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def shared_gateway(store_process: StoreProcess) -> Iterator[Gateway]:
+    """One gateway for requests that change nothing."""
+    with gateway_factory(store_process) as make:
+        yield make()
+
+
+@pytest.fixture
+def gateway(make_gateway: Callable[..., Gateway]) -> Gateway:
+    """A gateway with small limits: implicit breakpoint 100 tokens, suffix 64."""
+    return make_gateway()
+
+
+def serve(app: Any) -> tuple[str, Callable[[], None]]:
+    """Run an app on a free loopback port in a thread; return its URL and a stop."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join()
+
+    return f"http://127.0.0.1:{port}", stop

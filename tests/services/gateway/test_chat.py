@@ -1,0 +1,171 @@
+"""Chat completions through the unmodified openai client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai import APIError, BadRequestError
+
+DOC = "d" * 150  # long enough for the implicit breakpoint
+
+
+def question(text: str = "why?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_answer_has_openais_shape_and_our_extension(gateway: Any) -> None:
+    gateway.workers.say = lambda request: "because"
+    answer = gateway.client().chat.completions.create(
+        model="tiny", messages=question(DOC), temperature=0, seed=7
+    )
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("resp_")
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "because")
+    extension = answer.model_extra["criticalkv"]
+    assert extension["handle"] == answer.id
+    assert set(extension) == {
+        "handle", "node_id", "tier", "retained_fraction", "bytes_pulled", "store_ms",
+        "prefill_ms", "replica", "published", "ttft_ms",
+    }  # fmt: skip
+    assert extension["published"] is True
+    assert extension["tier"] == "0.4"
+
+
+def test_usage_counts_written_then_cached_tokens(gateway: Any) -> None:
+    create = gateway.client().chat.completions.create
+    cold = create(model="tiny", messages=question(DOC)).usage
+    warm = create(model="tiny", messages=question(DOC)).usage
+    written = len(gateway.workers.prefills[0].token_ids)
+    assert cold.prompt_tokens_details.cached_tokens == 0
+    assert cold.prompt_tokens_details.cache_write_tokens == written
+    assert warm.prompt_tokens_details.cached_tokens == written
+    assert warm.prompt_tokens_details.cache_write_tokens == 0
+    assert cold.prompt_tokens == warm.prompt_tokens
+    assert cold.total_tokens == cold.prompt_tokens + cold.completion_tokens
+    assert len(gateway.workers.prefills) == 1
+
+
+def test_stream_ends_with_extension_usage_and_done(gateway: Any) -> None:
+    gateway.workers.say = lambda request: "héllo 🎉"
+    body = {"model": "tiny", "messages": question(), "stream": True,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    answer = gateway.post("/v1/chat/completions", body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert all(c["usage"] is None for c in chunks[:-1])
+    last = chunks[-2]
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["criticalkv"]["handle"] == last["id"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len("héllo 🎉".encode())
+
+
+def test_openai_client_reads_the_stream(gateway: Any) -> None:
+    gateway.workers.say = lambda request: "one two"
+    stream = gateway.client().chat.completions.create(
+        model="tiny", messages=question(), stream=True, logprobs=True, top_logprobs=2
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert text == "one two"
+    assert [c.choices[0].logprobs.content[0].token for c in chunks if c.choices[0].logprobs] == [
+        *"one two"
+    ]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert chunks[-1].model_extra["criticalkv"]["published"] is True
+
+
+def test_every_choice_has_its_own_seed_and_a_handle_that_continues(gateway: Any) -> None:
+    client = gateway.client()
+    answer = client.chat.completions.create(model="tiny", messages=question(), n=3, seed=5)
+    handles = [c.model_extra["criticalkv"]["handle"] for c in answer.choices]
+    assert [c.message.content for c in answer.choices] == ["seed 5", "seed 6", "seed 7"]
+    assert len(set(handles)) == 3
+    assert handles[0] == answer.id
+    for handle in handles:
+        client.chat.completions.create(
+            model="tiny", messages=question("go on"), extra_body={"criticalkv": {"context_id": handle}}
+        )
+    parents = [request.parent for request in gateway.workers.decodes[3:]]
+    assert parents == [c.model_extra["criticalkv"]["node_id"] for c in answer.choices]
+
+
+def test_sampling_reaches_decode(gateway: Any) -> None:
+    gateway.client().chat.completions.create(
+        model="tiny", messages=question(), temperature=0.3, top_p=0.9, seed=11, stop=["x", "y"],
+        max_completion_tokens=9, logprobs=True, top_logprobs=4,
+        extra_body={"criticalkv": {"top_k": 40, "read_tier": 0.1}},
+    )  # fmt: skip
+    request = gateway.workers.decodes[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.3, 0.9, 40)
+    assert (sampling.seed, sampling.stop, sampling.max_tokens) == (11, ("x", "y"), 9)
+    assert sampling.logprobs == 4
+    assert request.tier == "0.1"
+
+
+def test_temperature_is_one_and_the_seed_is_fresh_by_default(gateway: Any) -> None:
+    for _ in range(2):
+        gateway.client().chat.completions.create(model="tiny", messages=question())
+    first, second = (request.sampling for request in gateway.workers.decodes)
+    assert first.temperature == 1.0
+    assert first.seed != second.seed
+    assert first.logprobs is None
+
+
+def test_failed_publishing_is_told(gateway: Any) -> None:
+    gateway.workers.publish_error = "the store is full"
+    answer = gateway.client().chat.completions.create(model="tiny", messages=question())
+    extension = answer.model_extra["criticalkv"]
+    assert extension["published"] is False
+    assert extension["error"] == "the store is full"
+    assert gateway.get(f"/v1/contexts/{answer.id}").status_code == 404
+
+
+def test_failure_in_the_middle_is_an_error_event_without_done(gateway: Any) -> None:
+    gateway.workers.say = lambda request: "abcdef"
+    gateway.workers.fail_after = 3
+    text = gateway.chat(question(), stream=True).text
+    lines = [line for line in text.split("\n\n") if line]
+    error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    assert error["code"] == "internal_error"
+    assert "[DONE]" not in text
+    assert "secret" not in text
+    with pytest.raises(APIError):
+        list(gateway.client().chat.completions.create(
+            model="tiny", messages=question(), stream=True))  # fmt: skip
+
+
+def test_cancelled_is_never_stop(gateway: Any) -> None:
+    gateway.workers.finish = "cancelled"
+    text = gateway.chat(question(), stream=True).text
+    assert '"cancelled"' in text
+    assert "stop" not in text
+    assert "[DONE]" not in text
+
+
+def test_prompt_over_the_limit_is_refused_before_any_prefill(gateway: Any) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        gateway.client().chat.completions.create(model="tiny", messages=question("w" * 4096))
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(BadRequestError) as caught:
+        gateway.client().chat.completions.create(
+            model="tiny", messages=question(DOC), max_tokens=4096
+        )
+    assert caught.value.code == "context_length_exceeded"
+    assert gateway.workers.prefills == gateway.workers.decodes == []
+
+
+def test_absent_max_tokens_fits_the_room_that_is_left(gateway: Any) -> None:
+    gateway.chat(question("w" * 4000))
+    gateway.chat(question())
+    first, second = (request.sampling.max_tokens for request in gateway.workers.decodes)
+    assert 0 < first < 96
+    assert second == 256

@@ -1,0 +1,440 @@
+"""How a conversation continues: breakpoints, aliases, handles, views, lost KV."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from criticalkv.services.gateway.lookup import answers_with
+from criticalkv.services.gateway.workers import WorkerLostError
+from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.errors import LeaseLostError, NodeMissingError, StoreFullError
+from criticalkv.shared.identity import POLICY_DENSE
+
+DOC = "d" * 150
+Message = dict[str, Any]
+
+
+def user(*parts: str | Message) -> Message:
+    texts = [part(p) if isinstance(p, str) else p for p in parts]
+    return {"role": "user", "content": texts}
+
+
+def part(text: str) -> Message:
+    return {"type": "text", "text": text}
+
+
+def marked(text: str) -> Message:
+    return {**part(text), "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def extension(answer: Any) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["criticalkv"]  # type: ignore[no-any-return]
+
+
+def text_of(gateway: Any, ids: tuple[int, ...]) -> str:
+    return str(gateway.core.template._special.decode(list(ids), skip_special_tokens=False))
+
+
+# ------------------------------------------------------------- breakpoints
+
+
+def test_a_breakpoint_cuts_the_tokens_at_the_parts_end(gateway: Any) -> None:
+    gateway.chat([user(marked("doc"), "ument?")])
+    assert text_of(gateway, gateway.workers.prefills[0].token_ids) == "<|im_start|>user\ndoc"
+    decode = gateway.workers.decodes[0]
+    assert text_of(gateway, decode.token_ids) == "ument?<|im_end|>\n<|im_start|>assistant\n"
+    assert decode.parent == gateway.workers.prefills[0].node_id
+
+
+def test_the_same_prefix_is_prefilled_once_whatever_follows(gateway: Any) -> None:
+    for tail in ("a?", "b?", "c?"):
+        gateway.chat([user(marked("doc"), tail)])
+    assert len(gateway.workers.prefills) == 1
+    assert len({d.parent for d in gateway.workers.decodes}) == 1
+
+
+def test_up_to_four_breakpoints_are_a_chain(gateway: Any) -> None:
+    gateway.chat([user(*(marked(c) for c in "abcd"), "?")])
+    chain = gateway.workers.prefills
+    assert [len(p.ancestors) for p in chain] == [0, 1, 2, 3]
+    assert [p.view for p in chain] == [(), ("0.4",), ("0.4",) * 2, ("0.4",) * 3]
+    assert chain[3].ancestors == tuple(p.node_id for p in chain[:3])
+    gateway.chat([user(marked("a"), marked("b"), "other")])
+    assert len(gateway.workers.prefills) == 4
+
+
+def test_anthropics_mark_means_the_same(gateway: Any) -> None:
+    gateway.chat([user(marked("doc"), "?")])
+    gateway.chat([user({**part("doc"), "cache_control": {"type": "ephemeral"}}, "!")])
+    assert len(gateway.workers.prefills) == 1
+
+
+@pytest.mark.parametrize(("mode", "prefills"), [("implicit", 1), ("explicit", 0)])
+def test_a_long_first_message_gets_a_breakpoint_by_itself(
+    gateway: Any, mode: str, prefills: int
+) -> None:
+    gateway.chat([user("d" * 110)], prompt_cache_options={"mode": mode})
+    assert len(gateway.workers.prefills) == prefills
+
+
+def test_an_own_mark_and_short_messages_get_none(gateway: Any) -> None:
+    gateway.chat([user("short")])
+    gateway.chat([user(marked("m" * 120), "n" * 20)])
+    assert [text_of(gateway, p.token_ids)[-3:] for p in gateway.workers.prefills] == ["mmm"]
+
+
+def test_a_fifth_breakpoint_is_not_added_by_itself(gateway: Any) -> None:
+    messages = [user(DOC), user(*(marked(c) for c in "abcd"))]
+    gateway.chat(messages)
+    assert len(gateway.workers.prefills) == 4
+
+
+def test_a_mark_with_a_ttl_reaches_prefill(gateway: Any) -> None:
+    gateway.chat([user(marked("doc"), "?")], prompt_cache_options={"ttl": "30m"})
+    assert gateway.workers.prefills[0].ttl_ms == 30 * 60 * 1000
+
+
+# ------------------------------------------------------------ long suffixes
+
+
+def test_an_attachment_becomes_a_ragged_child_and_decode_gets_the_question(gateway: Any) -> None:
+    context = gateway.post("/v1/contexts", {"text": DOC}).json()
+    gateway.chat([user("a" * 300, "why?")], criticalkv={"context_id": context["id"]})
+    document, attachment = gateway.workers.prefills
+    assert attachment.ancestors == (document.node_id,)
+    assert text_of(gateway, attachment.token_ids) == "\n\n" + "a" * 300
+    assert gateway.workers.decodes[0].parent == attachment.node_id
+    assert text_of(gateway, gateway.workers.decodes[0].token_ids).startswith("why?")
+
+
+def test_one_long_part_leaves_decode_the_last_tokens(gateway: Any) -> None:
+    gateway.chat([user(marked("doc"), "a" * 300)])
+    assert len(gateway.workers.prefills) == 2
+    assert len(gateway.workers.decodes[0].token_ids) == 64
+
+
+def test_without_breakpoints_more_goes_to_decode(gateway: Any) -> None:
+    options = {"mode": "explicit"}
+    gateway.chat([user("a" * 120)], prompt_cache_options=options)
+    assert gateway.workers.prefills == []
+    gateway.chat([user("a" * 200)], prompt_cache_options=options)
+    assert len(gateway.workers.prefills) == 1
+
+
+# ------------------------------------------------------------------ aliases
+
+
+def history(gateway: Any, turns: int, **fields: Any) -> list[Message]:
+    """Hold a conversation by resending it; return its messages."""
+    messages: list[Message] = []
+    for i in range(turns):
+        messages.append(user(marked(DOC), f"q{i}") if i == 0 else user(f"q{i}"))
+        answer = gateway.chat(messages, **fields).json()
+        messages.append(assistant(answer["choices"][0]["message"]["content"]))
+    return messages
+
+
+def test_resent_history_continues_its_turns(gateway: Any) -> None:
+    history(gateway, 3)
+    decodes = gateway.workers.decodes
+    assert len(gateway.workers.prefills) == 1
+    nodes = [gateway.store.stat([d.parent])[0] for d in decodes]
+    assert [len(n.ancestors) for n in nodes] == [0, 1, 2]
+    expected = "<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(gateway, decodes[1].token_ids) == expected
+
+
+def test_a_mark_that_moves_on_still_finds_the_turn(gateway: Any) -> None:
+    messages = history(gateway, 1)
+    messages[0] = user(DOC, "q0")
+    gateway.chat([*messages, user(marked("next"), "?")])
+    child = gateway.workers.prefills[1]
+    assert len(child.ancestors) == 2
+    assert text_of(gateway, child.token_ids) == "<|im_end|>\n<|im_start|>user\nnext"
+
+
+@pytest.mark.parametrize("change", ["answer", "question", "role", "policy", "salt"])
+def test_any_difference_is_no_alias(gateway: Any, change: str) -> None:
+    messages, fields = history(gateway, 1, criticalkv={"cache_salt": "s"}), {"cache_salt": "s"}
+    if change == "answer":
+        messages[1] = assistant(messages[1]["content"] + ".")
+    elif change == "question":
+        messages[0] = user(marked(DOC), "q0 ")
+    elif change == "role":
+        messages[0]["role"] = "system"
+    elif change == "policy":
+        fields["policy"] = "snapkv"
+    else:
+        fields["cache_salt"] = "t"
+    extension(gateway.chat([*messages, user("next")], criticalkv=fields))
+    turn = gateway.workers.decodes[-1]
+    assert POLICY_DENSE not in {s.policy for s in gateway.store.stat([turn.parent])}
+
+
+def test_an_alias_whose_tokens_say_something_else_is_not_believed(gateway: Any) -> None:
+    messages = history(gateway, 1)
+    lie = [messages[0], assistant("something else"), user("next")]
+    core = gateway.core
+    from criticalkv.services.gateway.schemas import ChatMessage
+    from criticalkv.shared.identity import tenant_salt
+
+    plain = [ChatMessage.model_validate(m).plain() for m in lie[:2]]
+    start = core.transcript(core.config.eviction.policy, tenant_salt("local"))
+    good = core.transcript(core.config.eviction.policy, tenant_salt("local")).say_all(
+        [ChatMessage.model_validate(m).plain() for m in messages]
+    )[-1]
+    target = gateway.store.resolve_aliases([good.digest])[0][0]
+    gateway.store.put_alias(start.say_all(plain)[-1].digest, target.node_id, target.view)
+    extension(gateway.chat(lie))
+    assert gateway.workers.decodes[-1].parent != target.node_id
+
+
+def test_a_lost_turn_falls_back_to_the_document(gateway: Any) -> None:
+    messages = history(gateway, 2)
+    for decode in gateway.workers.decodes:
+        child = gateway.store.stat([decode.parent])[0]
+        if child.policy == POLICY_DENSE:
+            gateway.store.delete_node(decode.parent)
+    last = gateway.chat([*messages[:2], user("again")])
+    extension(last)
+    assert gateway.workers.decodes[-1].parent == gateway.workers.prefills[0].node_id
+    assert len(gateway.workers.prefills) == 1
+
+
+def test_a_template_that_rewrites_history_reuses_documents_only(
+    make_gateway: Callable[..., Any],
+) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}{% if loop.last %} last{% endif %}]{{ m.content }};"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    gateway = make_gateway(template)
+    assert not gateway.core.template.incremental
+    messages = [user(marked(DOC), "q"), assistant("seed 1"), user("next")]
+    gateway.chat(messages[:1], seed=1)
+    gateway.chat(messages)
+    documents = {d.parent for d in gateway.workers.decodes}
+    assert documents <= set(gateway.node_ids())
+
+
+# -------------------------------------------------------------------- views
+
+
+def test_turns_read_at_different_tiers_are_different_nodes(gateway: Any) -> None:
+    low = extension(gateway.chat([user(marked(DOC), "q")], seed=1, criticalkv={"read_tier": 0.1}))
+    high = extension(gateway.chat([user(marked(DOC), "q")], seed=1))
+    assert (low["tier"], high["tier"]) == ("0.1", "0.4")
+    assert low["node_id"] != high["node_id"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "found"),
+    [(["0.1"], "0.1", "0.1"), (["0.2", "0.1"], "0.1", "0.1"), (["0.3", "0.2"], "0.1", "0.2"),
+     (["0.1"], "0.2", None), ([None], "0.1", "0.4"), (["0.2"], None, None)],
+)  # fmt: skip
+def test_an_alias_is_taken_at_an_equal_view_then_the_next_higher(
+    gateway: Any, stored: list[str | None], wanted: str | None, found: str | None
+) -> None:
+    gateway.workers.say = lambda request: "same"
+    first = [user(marked(DOC), "q")]
+    for tier in stored:
+        gateway.chat(first, criticalkv={"read_tier": tier})
+    gateway.chat([*first, assistant("same"), user("next")], criticalkv={"read_tier": wanted})
+    parent = gateway.store.stat([gateway.workers.decodes[-1].parent])[0]
+    assert list(parent.view) == ([found] if found else [])
+
+
+def test_a_child_at_a_higher_view_serves_a_lower_wish(gateway: Any) -> None:
+    chain = [user(marked(DOC), marked("more"), "q")]
+    gateway.chat(chain)
+    gateway.chat(chain, criticalkv={"read_tier": "0.1"})
+    assert len(gateway.workers.prefills) == 2
+    gateway.chat([user(marked(DOC), marked("else"), "q")], criticalkv={"read_tier": "0.1"})
+    assert gateway.workers.prefills[-1].view == ("0.1",)
+    gateway.chat([user(marked(DOC), marked("else"), "q")])
+    assert gateway.workers.prefills[-1].view == ("0.4",)
+
+
+def test_wanting_more_than_is_stored_is_a_new_prefill(gateway: Any) -> None:
+    gateway.chat([user(marked(DOC), "q")])
+    answer = extension(gateway.chat([user(marked(DOC), "q")], criticalkv={"read_tier": "0.7"}))
+    first, second = gateway.workers.prefills
+    assert first.node_id == second.node_id
+    assert (first.store_tier, second.store_tier) == ("0.4", "0.6")
+    assert answer["tier"] == "0.6"
+    gateway.chat([user(marked(DOC), "q")], criticalkv={"store_tier": "0.6"})
+    assert len(gateway.workers.prefills) == 2
+
+
+# ------------------------------------------------------------------ handles
+
+
+def test_a_handle_continues_without_resending(gateway: Any) -> None:
+    first = extension(gateway.chat([user(marked(DOC), "q0")]))
+    gateway.chat([user("q1")], criticalkv={"context_id": first["handle"]})
+    decode = gateway.workers.decodes[1]
+    assert decode.parent == first["node_id"]
+    expected = "<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(gateway, decode.token_ids) == expected
+
+
+def test_a_handle_and_resent_history_meet_in_one_alias(gateway: Any) -> None:
+    gateway.workers.say = lambda request: "ok"
+    first = extension(gateway.chat([user(marked(DOC), "q0")]))
+    second = extension(gateway.chat([user("q1")], criticalkv={"context_id": first["handle"]}))
+    resent = [user(marked(DOC), "q0"), assistant("ok"), user("q1"), assistant("ok"), user("q2")]
+    gateway.chat(resent)
+    assert gateway.workers.decodes[-1].parent == second["node_id"]
+
+
+def test_two_turns_on_one_parent_are_two_branches(gateway: Any) -> None:
+    root = extension(gateway.chat([user(marked(DOC), "q0")]))
+    left = extension(gateway.chat([user("l")], criticalkv={"context_id": root["handle"]}))
+    right = extension(gateway.chat([user("r")], criticalkv={"context_id": root["handle"]}))
+    assert left["node_id"] != right["node_id"]
+    for branch in (left, right):
+        gateway.chat([user("go on")], criticalkv={"context_id": branch["handle"]})
+    parents = [d.parent for d in gateway.workers.decodes[-2:]]
+    assert parents == [left["node_id"], right["node_id"]]
+
+
+def test_another_salt_than_the_contexts_is_refused(gateway: Any) -> None:
+    first = extension(gateway.chat([user(marked(DOC), "q")], criticalkv={"cache_salt": "a"}))
+    for salt, status in (("a", 200), ("b", 400)):
+        fields = {"context_id": first["handle"], "cache_salt": salt}
+        answer = gateway.chat([user("next")], criticalkv=fields)
+        assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "criticalkv.cache_salt"
+    gateway.chat([user("next")], criticalkv={"context_id": first["handle"]})
+    assert len({d.salt for d in gateway.workers.decodes}) == 1
+
+
+def test_a_context_over_the_limit_is_refused_before_prefill(gateway: Any) -> None:
+    context = gateway.post("/v1/contexts", {"text": "d" * 3900}).json()
+    answer = gateway.chat([user("q" * 300)], criticalkv={"context_id": context["id"]})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert len(gateway.workers.prefills) == 1
+
+
+# ------------------------------------------------------------------ lost KV
+
+
+def lose(gateway: Any, *node_ids: str) -> None:
+    for node_id in node_ids:
+        gateway.store.delete_node(node_id)
+
+
+def test_lost_kv_is_rebuilt_down_the_chain_at_the_recorded_view(gateway: Any) -> None:
+    gateway.workers.say = lambda request: "ok"
+    fields = {"read_tier": "0.2"}
+    first = extension(gateway.chat([user(marked(DOC), "q0")], criticalkv=fields))
+    second = extension(gateway.chat([user("q1")], criticalkv={**fields, "context_id": first["handle"]}))
+    chain = [gateway.workers.prefills[0].node_id, first["node_id"], second["node_id"]]
+    before = gateway.store.stat(chain)
+    lose(gateway, *reversed(chain))
+    answer = extension(gateway.chat([user("q2")], criticalkv={"context_id": second["handle"]}))
+    assert gateway.node_ids()[1:] == chain
+    assert [p.view for p in gateway.workers.prefills[1:]] == [(), ("0.2",), ("0.2", "1")]
+    assert [p.policy for p in gateway.workers.prefills[2:]] == [POLICY_DENSE] * 2
+    after = gateway.store.stat(chain)
+    assert [list(s.pending_ids) for s in after] == [list(s.pending_ids) for s in before]
+    assert [s.next_position for s in after] == [s.next_position for s in before]
+    assert answer["published"] is True
+
+
+def test_kv_lost_between_look_up_and_decode_is_rebuilt_once(gateway: Any) -> None:
+    gateway.chat([user(marked(DOC), "q")])
+    node_id = gateway.node_ids()[0]
+
+    def vanish(request: Any) -> str:
+        return "ok"
+
+    gateway.workers.say = vanish
+    gateway.workers.fail_decode = [NodeMissingError.of(node_id, "gone")]
+    lose(gateway, node_id)
+    first = gateway.chat([user(marked(DOC), "q")])
+    assert extension(first)["published"] is True
+    assert len(gateway.workers.decodes) == 3
+    gateway.workers.fail_decode = [NodeMissingError.of(node_id, "gone")] * 2
+    again = gateway.chat([user(marked(DOC), "q")])
+    assert (again.status_code, again.json()["error"]["code"]) == (503, "store_unavailable")
+    assert "retry-after" in again.headers
+
+
+def test_without_kv_and_record_a_context_is_expired(gateway: Any, monkeypatch: Any) -> None:
+    context = gateway.post("/v1/contexts", {"text": DOC}).json()
+    lose(gateway, context["node_id"])
+    client = gateway.core.store._client
+    monkeypatch.setattr(client, "token_records", lambda ids: [None] * len(ids))
+    answer = gateway.chat([user("q")], criticalkv={"context_id": context["id"]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "context_expired")
+
+
+def test_a_dead_decode_worker_is_tried_once_more(gateway: Any) -> None:
+    gateway.workers.fail_decode = [WorkerLostError("died")]
+    assert gateway.chat([user("q")]).status_code == 200
+    gateway.workers.fail_decode = [WorkerLostError("died")] * 2
+    answer = gateway.chat([user("q")])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+
+
+# ------------------------------------------------------------- prefill once
+
+
+def test_identical_misses_at_once_prefill_once(gateway: Any) -> None:
+    gateway.workers.prefill_delay = 0.5
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda i: gateway.chat([user(marked(DOC), f"q{i}")]), range(6)))
+    assert [a.status_code for a in answers] == [200] * 6
+    assert len(gateway.workers.prefills) == 1
+    cached = [a.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    assert sorted(c > 0 for c in cached) == [False] + [True] * 5
+
+
+def test_a_failed_prefill_frees_the_lease_at_once(gateway: Any) -> None:
+    gateway.workers.fail_prefill = [StoreFullError("full")]
+    first = gateway.chat([user(marked(DOC), "q")])
+    assert (first.status_code, first.json()["error"]["code"]) == (503, "store_full")
+    assert first.headers["retry-after"]
+    assert gateway.chat([user(marked(DOC), "q")]).status_code == 200
+
+
+@pytest.mark.parametrize("error", [WorkerLostError("died"), LeaseLostError("slept")])
+def test_a_prefill_that_was_lost_is_tried_again(gateway: Any, error: Exception) -> None:
+    gateway.workers.fail_prefill = [error]
+    assert gateway.chat([user(marked(DOC), "q")]).status_code == 200
+    assert len(gateway.workers.prefills) == 2
+
+
+def test_a_waiter_gives_up_at_its_deadline(make_gateway: Callable[..., Any]) -> None:
+    gateway = make_gateway(request_timeout_s=1.0)
+    gateway.workers.prefill_delay = 30
+    answer = gateway.chat([user(marked(DOC), "q")])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert gateway.workers.cancelled_prefills == 1
+    gateway.workers.prefill_delay = 0
+    assert gateway.chat([user(marked(DOC), "q")]).status_code == 200
+
+
+# ---------------------------------------------------------- alias on read
+
+
+def test_a_turns_record_is_compared_after_its_generation_prompt(gateway: Any) -> None:
+    template = gateway.core.template
+    said = itertools.chain(
+        template.encode_content("yes"), template.generation_ids, template.encode_content("no")
+    )
+    identity = gateway.core.transcript  # only the tokens matter below
+    record = TokenRecord.model_construct(identity=identity, token_ids=tuple(said), pending_ids=())
+    assert answers_with(record, "no", template)
+    assert answers_with(record, "n", template)  # a stop string may have cut the rest
+    assert not answers_with(record, "yes", template)

@@ -1,0 +1,93 @@
+"""`Idempotency-Key`: one run, one handle, one answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+ASK = [{"role": "user", "content": "why?"}]
+
+
+@pytest.fixture
+def key() -> dict[str, str]:
+    return {"Idempotency-Key": secrets.token_hex(8)}
+
+
+def test_a_retry_gets_the_same_sampled_answer(gateway: Any, key: dict[str, str]) -> None:
+    first = gateway.chat(ASK, headers=key, n=2, logprobs=True).json()
+    second = gateway.chat(ASK, headers=key, n=2, logprobs=True).json()
+    assert first == second
+    assert len(gateway.workers.decodes) == 2
+    other = gateway.chat(ASK, headers={"Idempotency-Key": key["Idempotency-Key"] + "x"}).json()
+    assert other["id"] != first["id"]
+
+
+def test_a_retry_may_stream_what_was_not_streamed(gateway: Any, key: dict[str, str]) -> None:
+    first = gateway.chat(ASK, headers=key).json()
+    stream = gateway.client().chat.completions.create(
+        model="tiny", messages=ASK, stream=True, extra_headers=key,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert {c.id for c in chunks} == {first["id"]}
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == first["choices"][0]["message"]["content"]
+    assert chunks[-2].model_extra["criticalkv"] == first["criticalkv"]
+    assert chunks[-1].usage.total_tokens == first["usage"]["total_tokens"]
+    assert len(gateway.workers.decodes) == 1
+
+
+def test_a_stream_is_replayed_as_a_whole(gateway: Any, key: dict[str, str]) -> None:
+    streamed = gateway.chat(ASK, headers=key, stream=True).text
+    replayed = gateway.chat(ASK, headers=key).json()
+    assert replayed["id"] in streamed
+    assert len(gateway.workers.decodes) == 1
+
+
+def test_a_second_call_waits_for_the_first(gateway: Any, key: dict[str, str]) -> None:
+    gateway.workers.token_delay = 0.05
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: gateway.chat(ASK, headers=key).json(), range(3)))
+    assert answers[0] == answers[1] == answers[2]
+    assert len(gateway.workers.decodes) == 1
+
+
+def test_another_body_under_the_key_is_a_conflict(gateway: Any, key: dict[str, str]) -> None:
+    gateway.chat(ASK, headers=key)
+    answer = gateway.chat(ASK, headers=key, temperature=0.5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "idempotency_key_reused")
+    assert len(gateway.workers.decodes) == 1
+
+
+def test_a_failed_attempt_may_be_retried_at_once(gateway: Any, key: dict[str, str]) -> None:
+    gateway.workers.fail_after = 0
+    assert gateway.chat(ASK, headers=key).status_code == 500
+    gateway.workers.fail_after = None
+    assert gateway.chat(ASK, headers=key).status_code == 200
+    first, second = gateway.workers.decodes
+    assert first.request_id == second.request_id
+    assert first.sampling.seed == second.sampling.seed
+
+
+def test_a_disconnected_attempt_may_be_retried_at_once(gateway: Any, key: dict[str, str]) -> None:
+    gateway.workers.token_delay = 0.2
+    body = {"model": "tiny", "messages": ASK, "stream": True}
+    with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, headers=key) as r:
+        next(r.iter_lines())
+    gateway.workers.token_delay = 0
+    started = time.perf_counter()
+    assert gateway.chat(ASK, headers=key).status_code == 200
+    assert time.perf_counter() - started < 3
+    first, second = gateway.workers.decodes
+    assert (first.request_id, first.sampling.seed) == (second.request_id, second.sampling.seed)
+
+
+@pytest.mark.parametrize("value", ["", "k" * 257])
+def test_the_keys_length_is_bounded(gateway: Any, value: str) -> None:
+    answer = gateway.chat(ASK, headers={"Idempotency-Key": value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
