@@ -82,7 +82,8 @@ OPTIONS = [
     ("grpc.enable_retries", 0),
     # A restarted store is found again within seconds, not minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name the time that one attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 

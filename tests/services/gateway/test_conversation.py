@@ -200,14 +200,12 @@ def test_an_alias_whose_tokens_say_something_else_is_not_believed(gateway: Any) 
 
 def test_a_lost_turn_falls_back_to_the_document(gateway: Any) -> None:
     messages = history(gateway, 2)
-    for decode in gateway.workers.decodes:
-        child = gateway.store.stat([decode.parent])[0]
-        if child.policy == POLICY_DENSE:
-            gateway.store.delete_node(decode.parent)
-    last = gateway.chat([*messages[:2], user("again")])
-    extension(last)
-    assert gateway.workers.decodes[-1].parent == gateway.workers.prefills[0].node_id
-    assert len(gateway.workers.prefills) == 1
+    document, turn = (decode.parent for decode in gateway.workers.decodes)
+    gateway.store.delete_node(turn)
+    extension(gateway.chat([*messages[:2], user("again")]))
+    parent = gateway.store.stat([gateway.workers.decodes[-1].parent])[0]
+    assert [*parent.ancestors, parent.node_id][0] == document
+    assert turn not in parent.ancestors
 
 
 def test_a_template_that_rewrites_history_reuses_documents_only(

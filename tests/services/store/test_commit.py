@@ -273,9 +273,8 @@ def test_what_does_not_fit_is_refused(store, valkey, make_node, change):
 
 def test_expected_bytes_beyond_the_limit_are_refused_early(store, make_node):
     node = make_node()
-    with (
-        store.open_put(node.node_id, node.manifest.attempt, expected_bytes=1 << 40) as writer,
-        pytest.raises(StoreFullError),
-    ):
-        for _ in range(100):
+    attempt = node.manifest.attempt
+    with store.open_put(node.node_id, attempt, expected_bytes=1 << 40) as writer:
+        wait_until(writer._future.done)
+        with pytest.raises(StoreFullError):
             writer.send(node.payloads[0])

@@ -110,20 +110,23 @@ def test_many_ids_are_asked_in_groups(store, make_node):
         store._once("StatNodes", pb.StatNodesRequest(node_ids=ids))
 
 
-@pytest.mark.parametrize("method", ["StatNodes", "GetNode", "PutNode", "Pin", "AcquireLease"])
-def test_call_without_deadline_is_refused(store, make_node, method):
-    node_id = make_node().node_id
+CALLS = {
+    "StatNodes": pb.StatNodesRequest(node_ids=["0" * 64]),
+    "GetNode": pb.GetNodeRequest(node_id="0" * 64),
+    "PutNode": iter([pb.PutFrame(begin=pb.PutBegin(node_id="0" * 64)).SerializeToString()]),
+    "Pin": pb.PinRequest(node_id="0" * 64),
+    "AcquireLease": pb.AcquireLeaseRequest(node_id="0" * 64),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_call_without_deadline_is_refused(store, method):
     call = store._call(method)
+    run = (lambda: list(call(CALLS[method]))) if method == "GetNode" else (
+        lambda: call(CALLS[method])
+    )
     with pytest.raises(grpc.RpcError) as caught:
-        if method == "GetNode":
-            list(call(pb.GetNodeRequest(node_id=node_id)))
-        elif method == "PutNode":
-            call(iter([pb.PutFrame(begin=pb.PutBegin(node_id=node_id)).SerializeToString()]))
-        elif method == "StatNodes":
-            call(pb.StatNodesRequest(node_ids=[node_id]))
-        else:
-            kind = {"Pin": pb.PinRequest, "AcquireLease": pb.AcquireLeaseRequest}[method]
-            call(kind(node_id=node_id))
+        run()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "deadline" in caught.value.details()
 

@@ -1,0 +1,367 @@
+"""The whole path without Ray: real HTTP, real store, real Valkey, real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+import torch
+import uvicorn
+from criticalkv.services.decode.engine import DecodeEngine
+from criticalkv.services.gateway.app import build_app
+from criticalkv.services.gateway.core import GatewayCore
+from criticalkv.services.prefill.engine import PrefillEngine
+from criticalkv.services.store.process import StoreProcess
+from criticalkv.shared.config import Config, DecodeConfig, GatewayConfig
+from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.requests import (
+    DecodeDelta,
+    DecodeEnd,
+    DecodeRequest,
+    DecodeStart,
+    PrefillRequest,
+    PrefillResult,
+)
+from openai import OpenAI
+
+Factory = Callable[..., LoadedModel]
+Event = DecodeStart | DecodeDelta | DecodeEnd
+DOCUMENT = "".join(f"Line {i} says {i * 7919 % 1000}. " for i in range(30))
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+class EngineWorkers:
+    """Workers made of engines in this process; `decoder` is the one that decodes next."""
+
+    def __init__(self, model: LoadedModel, process: StoreProcess, config: Config) -> None:
+        self._model = model
+        self._process = process
+        self._config = config
+        self._store = process.client()
+        self._prefill = PrefillEngine(model, self._store, config.prefill, config.eviction)
+        self.prefills: list[PrefillRequest] = []
+        self.decodes: list[DecodeRequest] = []
+        self._engines: list[DecodeEngine] = []
+        self.fresh_decoder()
+
+    def fresh_decoder(self) -> None:
+        """Decode on another worker from now on: empty cache, own connection."""
+        self.decoder = DecodeEngine(self._model, self._process.client(), self._config.decode)
+        self._engines.append(self.decoder)
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        self.prefills.append(request)
+        return await asyncio.to_thread(self._prefill.run, request)
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Event, None]:
+        self.decodes.append(request)
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | CriticalKVError]()
+        sequence = self.decoder.submit(
+            request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event) and None
+        )
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, CriticalKVError):
+                    raise event
+                yield event
+                if isinstance(event, DecodeEnd):
+                    return
+        finally:
+            sequence.cancelled.set()
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        self._store.close()
+
+
+class Service:
+    """A running gateway, and what tests ask of it."""
+
+    def __init__(self, model: LoadedModel, process: StoreProcess) -> None:
+        config = Config(
+            gateway=GatewayConfig(implicit_breakpoint_tokens=200, decode_max_suffix_tokens=100),
+            decode=DecodeConfig(max_num_seqs=4),
+        )
+        self.workers = EngineWorkers(model, process, config)
+        core = GatewayCore(config, model.spec, model.tokenizer, process.client(), self.workers)
+        self._server = uvicorn.Server(
+            uvicorn.Config(build_app(core), host="127.0.0.1", port=0, log_level="warning")
+        )
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.model = model.spec.name
+        self.client = OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+        )
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self.workers.close()
+
+    def register(self, text: str = DOCUMENT, **fields: Any) -> dict[str, Any]:
+        body = {"text": text, "store_tier": 0.6, **fields}
+        return self.client.post("/contexts", body=body, cast_to=dict[str, Any])
+
+    def chat(
+        self, messages: list[Any], headers: dict[str, str] | None = None, **fields: Any
+    ) -> Any:
+        extension = {k: fields.pop(k) for k in ("context_id", "read_tier", "policy", "store_tier")
+                     if k in fields}
+        return self.client.chat.completions.create(
+            model=self.model,
+            messages=messages,
+            extra_body={"criticalkv": extension},
+            extra_headers=headers or {},
+            **{**GREEDY, **fields},
+        )
+
+    def ask(self, question: str, context_id: str, **fields: Any) -> Any:
+        return self.chat([user(question)], context_id=context_id, **fields)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def text_of(answer: Any) -> str:
+    return str(answer.choices[0].message.content)
+
+
+@pytest.fixture
+def service(tiny_model: Factory, store_process: StoreProcess) -> Iterator[Service]:
+    # A seed of its own per test would be slower; ids differ by the documents.
+    running = Service(tiny_model(seed=time.time_ns() % 10**9), store_process)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def raw_valkey(store_process: StoreProcess) -> Iterator[redis.Redis]:
+    socket = f"{store_process.config.data_dir}/valkey.sock"
+    with redis.Redis(unix_socket_path=socket) as client:
+        yield client
+
+
+def segment_keys(valkey: redis.Redis, node_id: str) -> list[bytes]:
+    return sorted(valkey.scan_iter(match=f"ckv:{{{node_id}}}:s:*", count=1000))
+
+
+def test_three_turns_on_three_workers_are_as_on_one(service: Service) -> None:
+    context = service.register()
+    questions = ("one?", "two?", "three?")
+
+    def talk(*, fresh: bool) -> list[tuple[str, int]]:
+        handle, out = context["id"], []
+        for question in questions:
+            if fresh:
+                service.workers.fresh_decoder()
+            answer = service.ask(question, handle, read_tier=0.2)
+            handle = answer.criticalkv["handle"]
+            out.append((text_of(answer), answer.usage.prompt_tokens_details.cached_tokens))
+            assert (answer.criticalkv["bytes_pulled"] > 0) == fresh
+        return out
+
+    service.workers.fresh_decoder()
+    service.ask("warm the cache", context["id"], read_tier=0.2)
+    assert talk(fresh=False) == talk(fresh=True)
+    assert len(service.workers.prefills) == 1
+
+
+def damage_flip(valkey: redis.Redis, key: bytes) -> None:
+    data = bytearray(valkey.get(key))
+    data[len(data) // 2] ^= 1
+    valkey.set(key, bytes(data), keepttl=True)
+
+
+def damage_truncate(valkey: redis.Redis, key: bytes) -> None:
+    valkey.set(key, valkey.get(key)[:-4], keepttl=True)
+
+
+def damage_lose(valkey: redis.Redis, key: bytes) -> None:
+    valkey.delete(key)
+
+
+@pytest.mark.parametrize("damage", [damage_flip, damage_truncate, damage_lose])
+@pytest.mark.parametrize("where", ["context", "turn"])
+def test_damage_is_a_miss_then_recomputed(
+    damage: Callable[..., None], where: str, service: Service, raw_valkey: redis.Redis
+) -> None:
+    context = service.register()
+    first = service.ask("one?", context["id"], read_tier=0.4)
+    handle = first.criticalkv["handle"]
+    expected = service.ask("two?", handle, read_tier=0.4)
+    node = context["node_id"] if where == "context" else first.criticalkv["node_id"]
+    keys = segment_keys(raw_valkey, node)
+    damage(raw_valkey, keys[0])
+    service.workers.fresh_decoder()
+    before = len(service.workers.prefills)
+    again = service.ask("two?", handle, read_tier=0.4)
+    assert text_of(again) == text_of(expected)
+    assert len(service.workers.prefills) > before
+    assert service.workers.prefills[-1].node_id == node
+    service.workers.fresh_decoder()
+    before = len(service.workers.prefills)
+    assert text_of(service.ask("two?", handle, read_tier=0.4)) == text_of(expected)
+    assert len(service.workers.prefills) == before, "the repaired node was not found"
+
+
+def test_without_a_record_lost_kv_is_a_404(service: Service, raw_valkey: redis.Redis) -> None:
+    from openai import NotFoundError
+
+    context = service.register()
+    for key in raw_valkey.scan_iter(match=f"ckv:{{{context['node_id']}}}:*", count=1000):
+        raw_valkey.delete(key)
+    service.workers.fresh_decoder()
+    with pytest.raises(NotFoundError) as error:
+        service.ask("one?", context["id"])
+    assert error.value.code in ("context_expired", "context_not_found")
+
+
+def test_two_turns_on_one_parent_are_two_branches(service: Service) -> None:
+    context = service.register()
+    root = service.ask("one?", context["id"], read_tier=0.2).criticalkv["handle"]
+    left, right = service.ask("left?", root), service.ask("right?", root)
+    assert left.criticalkv["node_id"] != right.criticalkv["node_id"]
+    assert text_of(service.ask("left?", root)) == text_of(left)
+    more = [service.ask("and?", answer.criticalkv["handle"]) for answer in (left, right, left)]
+    assert text_of(more[0]) == text_of(more[2])
+    assert more[0].criticalkv["node_id"] == more[2].criticalkv["node_id"]
+
+
+def test_a_retried_sampled_turn_is_the_same_answer_and_handle(service: Service) -> None:
+    context = service.register()
+    key = {"Idempotency-Key": f"k-{time.time_ns()}"}
+    first = service.ask("one?", context["id"], temperature=1.5, max_tokens=30, headers=key)
+    again = service.ask("one?", context["id"], temperature=1.5, max_tokens=30, headers=key)
+    other = service.ask("one?", context["id"], temperature=1.5, max_tokens=30)
+    assert (again.id, text_of(again)) == (first.id, text_of(first))
+    assert (other.id, text_of(other)) != (first.id, text_of(first))
+    assert len(service.workers.decodes) == 2
+
+
+def test_an_attachment_goes_through_prefill_as_a_ragged_child(service: Service) -> None:
+    context = service.register()
+    attachment = "".join(f"Item {i}: {i * 31 % 97}. " for i in range(20))
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    content = [{"type": "text", "text": attachment, **mark}, {"type": "text", "text": "sum?"}]
+    answer = service.ask(content, context["id"], read_tier=0.2, store_tier=0.4)  # type: ignore[arg-type]
+    child = service.workers.prefills[-1]
+    assert child.ancestors == (context["node_id"],)
+    assert child.view == ("0.2",)
+    assert child.store_tier == "0.4"
+    decode = service.workers.decodes[-1]
+    assert decode.parent == child.node_id
+    assert len(decode.token_ids) < 100
+    service.workers.fresh_decoder()
+    more = service.ask("more?", answer.criticalkv["handle"], read_tier=0.2)
+    assert more.criticalkv["tier"] == "0.2"
+    assert len(service.workers.prefills) == 2
+
+
+def test_a_long_suffix_without_a_mark_goes_through_prefill_too(service: Service) -> None:
+    context = service.register()
+    service.ask("z" * 300, context["id"], read_tier=0.2)
+    assert service.workers.prefills[-1].ancestors == (context["node_id"],)
+    assert len(service.workers.decodes[-1].token_ids) <= 100
+
+
+def test_turns_read_at_different_tiers_are_different_nodes(service: Service) -> None:
+    context = service.register()
+    low = service.ask("one?", context["id"], read_tier=0.1)
+    high = service.ask("one?", context["id"], read_tier=0.6)
+    assert low.criticalkv["node_id"] != high.criticalkv["node_id"]
+    assert (low.criticalkv["tier"], high.criticalkv["tier"]) == ("0.1", "0.6")
+    assert low.criticalkv["retained_fraction"] < high.criticalkv["retained_fraction"]
+    # Between stored tiers the next lower one is read.
+    assert service.ask("one?", context["id"], read_tier=0.25).criticalkv["tier"] == "0.2"
+
+
+def test_resent_history_finds_the_turns_own_tokens(service: Service) -> None:
+    """Random bytes do not re-tokenize to themselves; the alias finds the node anyway."""
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    first = [user([{"type": "text", "text": DOCUMENT, **mark}, {"type": "text", "text": "one?"}])]
+    answer = service.chat(first, read_tier=0.2)
+    history = [*first, {"role": "assistant", "content": text_of(answer)}, user("two?")]
+    service.workers.fresh_decoder()
+    resent = service.chat(history, read_tier=0.2)
+    assert service.workers.decodes[-1].parent == answer.criticalkv["node_id"]
+    by_handle = service.ask("two?", answer.criticalkv["handle"], read_tier=0.2)
+    assert text_of(resent) == text_of(by_handle)
+    assert len(service.workers.prefills) == 1
+    cold, warm = (a.usage.prompt_tokens_details for a in (answer, resent))
+    assert (cold.cached_tokens, warm.cache_write_tokens) == (0, 0)
+    assert warm.cached_tokens > cold.cache_write_tokens > 0
+
+
+def test_a_registered_context_serves_a_plain_chat_with_the_same_text(service: Service) -> None:
+    service.register()
+    mark = {"cache_control": {"type": "ephemeral"}}
+    content = [{"type": "text", "text": DOCUMENT, **mark}, {"type": "text", "text": "one?"}]
+    answer = service.chat([user(content)], read_tier=0.2)
+    assert answer.criticalkv["bytes_pulled"] > 0
+    assert len(service.workers.prefills) == 1
+
+
+def test_tier_1_is_the_untouched_model(service: Service, tiny_model: Factory) -> None:
+    """Through HTTP, gRPC and Valkey: same tokens as one plain forward over everything."""
+    context = service.register(store_tier=1.0)
+    answer = service.ask("one?", context["id"], read_tier=1.0, max_tokens=12)
+    request = service.workers.decodes[-1]
+    ids = [*service.workers.prefills[0].token_ids, *request.token_ids]
+    model = service.workers._model.model
+    model.set_attn_implementation("sdpa")
+    try:
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+    finally:
+        model.set_attn_implementation("criticalkv")
+    theirs = service.workers._model.chat.decode(out[0, len(ids) :].tolist())
+    assert text_of(answer) == theirs.replace("\ufffd", "") or text_of(answer) == theirs
+
+
+def test_n_choices_have_a_handle_each(service: Service) -> None:
+    context = service.register()
+    answer = service.ask("one?", context["id"], n=3, temperature=1.2, seed=5)
+    handles = [choice.criticalkv["handle"] for choice in answer.choices]
+    assert len(set(handles)) == 3
+    assert handles[0] == answer.id
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    for handle in handles:
+        assert text_of(service.ask("and?", handle)) is not None
+
+
+def test_streamed_text_is_the_whole_text(service: Service) -> None:
+    context = service.register()
+    whole = service.ask("one?", context["id"], temperature=1.0, seed=3, max_tokens=60)
+    chunks = list(
+        service.ask("one?", context["id"], temperature=1.0, seed=3, max_tokens=60, stream=True)
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == text_of(whole)
+    assert chunks[0].id == chunks[-1].id
+
+
+def test_a_disconnect_frees_the_request(service: Service) -> None:
+    context = service.register()
+    stream = service.ask("one?", context["id"], max_tokens=900, stream=True)
+    next(iter(stream))
+    assert service.workers.decoder.in_flight == 1
+    stream.close()
+    deadline = time.monotonic() + 2
+    while service.workers.decoder.in_flight and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert service.workers.decoder.in_flight == 0
+    assert text_of(service.ask("one?", context["id"])) is not None
