@@ -31,7 +31,7 @@ check: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) infra/scripts/check.sh
 
 bench-quick: $(VENV)/.run
-	$(BIN)/criticalkv bench ttft --quick $(ARGS)
+	$(BIN)/criticalkv bench ttft --quick --json /tmp/criticalkv-ttft.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) .check .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from criticalkv.kernels import reference
+from criticalkv.kernels import flash, reference
 
 Norm = Literal["l1", "l2"]
 Reduction = Literal["mean", "max", "sumsq"]
@@ -177,6 +177,9 @@ def ragged_attention(
         raise ValueError(f"{q.shape[0]} query heads do not divide by {tail_k.shape[0]}")
     if 0 < tail_k.shape[1] < q.shape[1]:
         raise ValueError(f"{tail_k.shape[1]} tail tokens for {q.shape[1]} queries")
+    plain = tail_k.shape[1] == q.shape[1] and not prefix_k.shape[0] and window is None
+    if plain and not return_lse and flash.applies(q):
+        return flash.causal_attention(q, tail_k, tail_v, scaling), None
     return reference.ragged_attention(
         q,
         prefix_k,

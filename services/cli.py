@@ -26,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench = typer.Typer(help="Benchmarks: ratios of things run alternately.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML map of sections.")
 ]
@@ -94,6 +97,24 @@ def store(
 
     given = _given(store={"address": address, "redis_url": redis_url})
     server.main(load_config(_text(config), given).store)
+
+
+@bench.command()
+def ttft(
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")],
+    quick: Annotated[bool, typer.Option(help="One short context; not to be compared.")] = False,
+    threads: Annotated[int, typer.Option(help="Torch threads, for both sides.")] = 2,
+    config: ConfigFile = None,
+    model: Model = None,
+) -> None:
+    """Cold prefill against warm turns and plain transformers; the store against bare gRPC."""
+    from criticalkv.services.bench import ttft as benchmark
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    report = benchmark.run(settings, quick=quick, threads=threads)
+    report.write(json)
+    for key, value in report.headline.items():
+        typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
 
 
 @contextmanager

@@ -196,9 +196,7 @@ class ChainLoader:
         for node_id, wanted in zip(last.manifest.ancestors, tiers, strict=True):
             check()
             nodes.append(self._node(node_id, wanted, salt, pulled))
-        chain = Chain(
-            (*nodes, last), pulled[0], 1e3 * (time.perf_counter() - started)
-        )
+        chain = Chain((*nodes, last), pulled[0], 1e3 * (time.perf_counter() - started))
         if view and chain.view != tuple(view):
             raise NodeMissingError.of(leaf, f"view {view} is not stored, only {chain.view}")
         if chain.next_position >= self._spec.max_positions:
@@ -216,9 +214,7 @@ class ChainLoader:
         """Drop a node from the local cache."""
         self._cache.drop(node_id)
 
-    def _node(
-        self, node_id: NodeId, wanted: str | None, salt: str, pulled: list[int]
-    ) -> ChainNode:
+    def _node(self, node_id: NodeId, wanted: str | None, salt: str, pulled: list[int]) -> ChainNode:
         node = self._cache.get(node_id, wanted)
         if node is None:
             node = self._pull(node_id, wanted, pulled)
@@ -230,7 +226,7 @@ class ChainLoader:
         try:
             with self._store.open_get(node_id, tier=wanted) as reader:
                 manifest, tier = reader.manifest, reader.tier
-                layers = []
+                layers: list[RaggedLayer] = []
                 assembler = None
                 for index, payload in reader:
                     layer = manifest.segments[index].layer

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 from platformdirs import user_cache_dir
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from criticalkv.shared.errors import ConfigError, PolicyError
 from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy
@@ -42,8 +42,11 @@ class ModelConfig(_Section):
         default="auto", description="auto = float32 on CPU, bfloat16 on GPU"
     )
     threads: int = Field(
-        default=1, ge=1, le=256, description="torch threads per worker (CPU); more than the "
-        "machine's cores over all workers makes everything several times slower"
+        default=1,
+        ge=1,
+        le=256,
+        description="torch threads per worker (CPU); more than the "
+        "machine's cores over all workers makes everything several times slower",
     )
     cache_dir: str = Field(
         default_factory=lambda: user_cache_dir("criticalkv"),
@@ -113,16 +116,19 @@ class StoreConfig(_Section):
         default=0, ge=0, le=65535, description="Prometheus port on loopback; 0 = off"
     )
     tls_cert: str = Field(
-        default="", description="server certificate, PEM file; needed when `address` is not loopback"
+        default="",
+        description="server certificate, PEM file; needed when `address` is not loopback",
     )
     tls_key: str = Field(default="", description="private key of `tls_cert`, PEM file")
     tls_ca: str = Field(
-        default="", description="certificate authority that clients trust, PEM file; setting it "
-        "makes clients use TLS"
+        default="",
+        description="certificate authority that clients trust, PEM file; setting it "
+        "makes clients use TLS",
     )
     token_file: str = Field(
-        default="", description="file with the bearer token of every call; needed when `address` "
-        "is not loopback"
+        default="",
+        description="file with the bearer token of every call; needed when `address` "
+        "is not loopback",
     )
 
 
@@ -137,6 +143,12 @@ class Autoscaling(_Section):
     upscale_delay_s: float = Field(default=5.0, ge=0, description="overload this long before up")
     downscale_delay_s: float = Field(default=60.0, ge=0, description="idle this long before down")
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Autoscaling:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas must not exceed max_replicas")
+        return self
+
 
 class PrefillConfig(_Section):
     """The prefill deployment."""
@@ -146,10 +158,12 @@ class PrefillConfig(_Section):
     num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; one at most")
     threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
     max_ongoing: int = Field(default=2, ge=1, description="prefills a replica accepts at once")
-    max_queued: int = Field(default=32, ge=0, description="more waiting prefills get 429")
+    max_queued: int = Field(default=32, ge=1, description="more waiting prefills get 429")
     spool_limit_mb: int = Field(
-        default=4096, ge=64, description="host memory for full KV of replay and model-wide "
-        "policies, MiB; a context that does not fit is refused"
+        default=4096,
+        ge=64,
+        description="host memory for full KV of replay and model-wide "
+        "policies, MiB; a context that does not fit is refused",
     )
 
 
@@ -161,7 +175,7 @@ class DecodeConfig(_Section):
     num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; one at most")
     threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
     max_num_seqs: int = Field(default=16, ge=1, description="sequences decoded together")
-    max_queued: int = Field(default=64, ge=0, description="more waiting requests get 429")
+    max_queued: int = Field(default=64, ge=1, description="more waiting requests get 429")
     node_cache_mb: int = Field(
         default=1024, ge=0, description="nodes kept beside running sequences, MiB"
     )
@@ -173,8 +187,8 @@ class GatewayConfig(_Section):
     host: str = Field(default="127.0.0.1", description="address of the HTTP server")
     port: int = Field(default=8000, ge=1, le=65535, description="port of the HTTP server")
     api_keys_file: str = Field(
-        default="", description="YAML map: sha256 hex of a key → tenant; empty = loopback only, "
-        "tenant 'local'"
+        default="",
+        description="YAML map: sha256 hex of a key → tenant; empty = loopback only, tenant 'local'",
     )
     num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs of the gateway")
     implicit_breakpoint_tokens: int = Field(

@@ -44,7 +44,9 @@ class Writer(Protocol):
         """Send the next segment; may block for flow control."""
         ...
 
-    def commit(self, manifest: Manifest, token_record: TokenRecord, *, ttl_ms: int = 0) -> PutOutcome:
+    def commit(
+        self, manifest: Manifest, token_record: TokenRecord, *, ttl_ms: int = 0
+    ) -> PutOutcome:
         """Publish the node."""
         ...
 
@@ -90,7 +92,6 @@ class NodeStore(Protocol):
         *,
         tier: str | None = None,
         layers: range | None = None,
-        byte_limit: int | None = None,
         timeout_s: float | None = None,
     ) -> Reader:
         """Start to read a node.

@@ -116,7 +116,7 @@ class NodePublisher:
             tiers=tuple(tiers),
             nested=nested,
             prefill_ms=prefill_ms,
-            tier_lens=lens.tolist(),
+            tier_lens=tuple(tuple(map(tuple, tier)) for tier in lens.tolist()),
             segments=tuple(self._segments),
         )
         record = TokenRecord(

@@ -33,6 +33,7 @@ from criticalkv.shared.errors import (
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.node_store import NodeStore
 from criticalkv.shared.publish import publish_dense
 from criticalkv.shared.requests import (
     DecodeDelta,
@@ -41,7 +42,6 @@ from criticalkv.shared.requests import (
     DecodeStart,
     Sampling,
 )
-from criticalkv.shared.node_store import NodeStore
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,12 @@ class BatchPlan:
         self._counts = [len(s.next_tokens) for s in sequences]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
         window: int | None,
     ) -> Tensor:
         """See AttentionPlan."""
@@ -122,9 +127,7 @@ class DecodeEngine:
         self._io.submit(self._guarded, sequence, self._open)
         return sequence
 
-    def generate(
-        self, request: DecodeRequest
-    ) -> Iterator[DecodeStart | DecodeDelta | DecodeEnd]:
+    def generate(self, request: DecodeRequest) -> Iterator[DecodeStart | DecodeDelta | DecodeEnd]:
         """Run one request; leaving the iterator early cancels it.
 
         Raises:

@@ -21,7 +21,12 @@ class SequenceKV(Protocol):
     """The KV of one running sequence: a fixed view of its chain, then its own turn."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
         window: int | None,
     ) -> Tensor:
         """Append the new tokens' KV of a layer and attend to everything visible.
@@ -81,7 +86,12 @@ class MergedKV:
         self._tails = [_Tail() for _ in prefix]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
         window: int | None,
     ) -> Tensor:
         """See SequenceKV."""
@@ -99,7 +109,9 @@ class MergedKV:
             scaling=scaling,
             window=window,
             prefix_positions=prefix.positions,
-            query_positions=tail_positions[-query.shape[1] :] if tail_positions is not None else None,
+            query_positions=tail_positions[-query.shape[1] :]
+            if tail_positions is not None
+            else None,
             tail_positions=tail_positions,
         )
         return out

@@ -46,7 +46,9 @@ class Sampler:
         return int(order.indices[min(index, probs.numel() - 1)])
 
 
-def top_logprobs(logits: Tensor, token_id: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+def top_logprobs(
+    logits: Tensor, token_id: int, count: int
+) -> tuple[float, list[tuple[int, float]]]:
     """Return a token's log probability and the `count` likeliest alternatives.
 
     Taken from the model's own distribution, before temperature and filters.

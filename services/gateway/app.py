@@ -76,6 +76,8 @@ class Gate:
             refusal = self._refusal(scope)
             if refusal is not None:
                 return await error_response(refusal)(scope, receive, counted)
+            if scope["method"] != "POST":
+                return await self._app(scope, receive, counted)
             return await self._admitted(scope, receive, counted)
         except Exception as error:
             # Before the answer has begun; a stream reports its own errors inside.

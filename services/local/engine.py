@@ -199,9 +199,7 @@ class LocalEngine:
             roles = (*parent.roles, *(() if merged else ("user",)), "assistant")
         pending = self.manifest(parent).pending_ids if parent else ()
         ids = [*pending, *(token for piece in pieces for token in piece.ids)]
-        return self.generate(
-            parent, ids, tier=tier, max_tokens=max_tokens, roles=roles, **sampling
-        )
+        return self.generate(parent, ids, tier=tier, max_tokens=max_tokens, roles=roles, **sampling)
 
     def generate(
         self,

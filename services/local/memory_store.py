@@ -56,7 +56,6 @@ class MemoryStore:
         *,
         tier: str | None = None,
         layers: range | None = None,
-        byte_limit: int | None = None,
         timeout_s: float | None = None,
     ) -> MemoryReader:
         """See NodeStore."""

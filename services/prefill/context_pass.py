@@ -67,16 +67,19 @@ class ContextPass:
         return self._chain.next_position
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
         window: int | None,
     ) -> Tensor:
         """See AttentionPlan. Raises what `check` raises, between layers."""
         self._check()
         prefix = self._chain.layer(layer, self._model.spec, self._model.device)
         begin = self._chain.next_position
-        positions = (
-            torch.arange(begin, begin + key.shape[1], device=key.device) if window else None
-        )
+        positions = torch.arange(begin, begin + key.shape[1], device=key.device) if window else None
         out, _ = ops.ragged_attention(
             query,
             prefix.keys,
@@ -91,8 +94,6 @@ class ContextPass:
             tail_positions=positions,
         )
         started = time.perf_counter()
-        self._sink.take(
-            LayerPass(layer, query, key, value, out, prefix, scaling, window)
-        )
+        self._sink.take(LayerPass(layer, query, key, value, out, prefix, scaling, window))
         self.sink_s += time.perf_counter() - started
         return out

@@ -31,8 +31,6 @@ class Prefill:
         cancelled = threading.Event()
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(
-                self._threads, self._engine.run, request, cancelled
-            )
+            return await loop.run_in_executor(self._threads, self._engine.run, request, cancelled)
         finally:
             cancelled.set()

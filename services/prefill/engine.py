@@ -113,21 +113,15 @@ class _Prefill:
             with self._engine._spool.reserve(self._full_bytes()):
                 return self._spooled(publisher, chain, self._policy, started)
 
-    def _stream(
-        self, publisher: NodePublisher, chain: Chain, started: float
-    ) -> PrefillResult:
-        sink = StreamingSink(
-            self._model, publisher, self._policy, self._tiers, chain.next_position
-        )
+    def _stream(self, publisher: NodePublisher, chain: Chain, started: float) -> PrefillResult:
+        sink = StreamingSink(self._model, publisher, self._policy, self._tiers, chain.next_position)
         forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
         return self._commit(publisher, chain, sink, forward_s, scoring_s, started)
 
     def _spooled(
         self, publisher: NodePublisher, chain: Chain, policy: Policy, started: float
     ) -> PrefillResult:
-        sink = SpoolingSink(
-            self._model, publisher, policy, self._tiers, chain.next_position
-        )
+        sink = SpoolingSink(self._model, publisher, policy, self._tiers, chain.next_position)
         forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
         if policy.scorer == "replay":
             replay_started = time.perf_counter()
@@ -231,5 +225,3 @@ class _Prefill:
             raise CancelledError("the prefill was cancelled")
         if time.monotonic() > self._deadline:
             raise DeadlineError("the prefill's deadline has passed")
-
-

@@ -66,7 +66,12 @@ class ReplayPass:
                 )
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
         window: int | None,
     ) -> Tensor:
         """See AttentionPlan."""

@@ -53,9 +53,7 @@ class StreamingSink:
 
     def take(self, layer: LayerPass) -> None:
         """Score, rank and send one layer."""
-        scores, keys, values, first = own_scores(
-            self._model, self._policy, layer, self._first
-        )
+        scores, keys, values, first = own_scores(self._model, self._policy, layer, self._first)
         ranking = rank_layers([scores], self._policy, self._tiers)
         self._rankings.append(ranking)
         packed = build_layer(ranking, 0, keys, values, first)
@@ -103,9 +101,7 @@ class SpoolingSink:
 
     def finish(self) -> Ranking:
         """Rank over all layers and send them, freeing each as it goes."""
-        first = [
-            self._first + _cut_start(s.keys.shape[1], s.window) for s in self.layers
-        ]
+        first = [self._first + _cut_start(s.keys.shape[1], s.window) for s in self.layers]
         ranking = rank_layers(
             [self._scores_of(i) for i in range(len(self.layers))], self._policy, self._tiers
         )

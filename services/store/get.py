@@ -18,7 +18,7 @@ from criticalkv.shared.identity import resolve_tier
 
 log = logging.getLogger(__name__)
 
-BATCH = 2
+BATCH = 4
 """Segments read in one round trip while as many are being sent."""
 _CACHED_MANIFESTS = 32
 

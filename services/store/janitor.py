@@ -7,16 +7,12 @@ and idempotently, so any number of servers may run a janitor at once.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-
 from criticalkv.services.store import keys, scripts
 from criticalkv.services.store.books import Books, value_of
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.redis_data import RedisData
-from criticalkv.shared.errors import CriticalKVError
+from criticalkv.services.store.tasks import repeat
 
-log = logging.getLogger(__name__)
 _STEP = 256
 
 
@@ -36,12 +32,7 @@ class Janitor:
 
     async def run(self, interval_s: float) -> None:
         """Sweep every `interval_s` seconds until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                await self.sweep()
-            except CriticalKVError as error:
-                log.warning("clean-up was cut short: %s", error)
+        await repeat(interval_s, self.sweep, "clean-up")
 
     async def sweep(self) -> None:
         """Do one full round."""

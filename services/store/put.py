@@ -18,7 +18,7 @@ from criticalkv.services.store.metrics import METRICS
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.redis_data import RedisData
 from criticalkv.services.store.segments import Segments
-from criticalkv.services.store.tasks import Background
+from criticalkv.services.store.tasks import Background, repeat
 from criticalkv.shared.cache.manifest import MAX_SEGMENT_BYTES, MAX_SEGMENTS, Manifest
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import CancelledError, CriticalKVError, InvalidRequestError
@@ -88,7 +88,9 @@ class _Attempt:
         self._pending: list[tuple[bytes, memoryview]] = []
         self._running: asyncio.Future[list[int]] | None = None
         self._written = 0  # segments handed to a writing thread
-        self._renewer = asyncio.create_task(self._renew())
+        # If renewing keeps failing, the commit finds segments missing and refuses.
+        renewing = repeat(writer.lease_ms / 3000, self._renew_once, "renewing a put's lease")
+        self._renewer = asyncio.create_task(renewing)
 
     async def receive(self, frames: AsyncIterator[bytes]) -> pb.PutCommit:
         """Take in all segments; return the commit frame once they are in Redis."""
@@ -200,15 +202,6 @@ class _Attempt:
                 raise InvalidRequestError(f"segment {i} has a wrong length", param="payload")
             if self._checksums[i] != segment.checksum:
                 raise InvalidRequestError(f"segment {i} has a wrong checksum", param="payload")
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._writer.lease_ms / 3000)
-            try:
-                await self._renew_once()
-            except CriticalKVError as error:
-                # If it persists the commit finds segments missing and refuses.
-                log.warning("cannot renew the lease of a put: %s", error)
 
     async def _renew_once(self) -> None:
         prefix = keys.segments(self._begin.node_id, self._begin.attempt)

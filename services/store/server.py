@@ -36,7 +36,7 @@ from criticalkv.services.store.resp import DataPool
 from criticalkv.services.store.security import Security
 from criticalkv.services.store.segments import Segments
 from criticalkv.services.store.service import SERVICE, Service
-from criticalkv.services.store.tasks import Background
+from criticalkv.services.store.tasks import Background, repeat
 from criticalkv.services.store.valkey import Valkey, die_with_parent
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import ConfigError, CriticalKVError
@@ -160,7 +160,7 @@ async def _listening(
         METRICS.serve(config.metrics_port)
     tasks = [
         asyncio.create_task(janitor.run(config.janitor_interval_s)),
-        asyncio.create_task(_watch(books, health)),
+        asyncio.create_task(repeat(1.0, lambda: _watch(books, health), "reaching Redis")),
     ]
     await _set_health(health, True)
     log.info("the store listens on %s", address)
@@ -176,14 +176,12 @@ async def _listening(
 
 async def _watch(books: Books, health: aio_health.HealthServicer) -> None:
     # Health follows Redis: a store that cannot reach it serves nobody.
-    while True:
-        try:
-            METRICS.held.set(await books.total())
-            await _set_health(health, True)
-        except CriticalKVError as error:
-            log.warning("Redis does not answer: %s", error)
-            await _set_health(health, False)
-        await asyncio.sleep(1.0)
+    try:
+        METRICS.held.set(await books.total())
+    except CriticalKVError:
+        await _set_health(health, False)
+        raise
+    await _set_health(health, True)
 
 
 async def _set_health(health: aio_health.HealthServicer, serving: bool) -> None:

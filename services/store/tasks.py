@@ -1,11 +1,15 @@
-"""Steps that must run to their end even if their caller is cancelled."""
+"""Tasks beside the calls: steps that must run to their end, and steps that repeat."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from criticalkv.shared.errors import CriticalKVError
+
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -26,3 +30,18 @@ class Background:
         """Wait for what still runs, at most `timeout_s` seconds."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
+
+
+async def repeat(interval_s: float, step: Callable[[], Awaitable[None]], what: str) -> None:
+    """Run `step` every `interval_s` seconds until cancelled; log its typed errors."""
+    task = asyncio.current_task()
+    assert task is not None
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await step()
+        except CriticalKVError as error:
+            log.warning("%s failed: %s", what, error)
+        # redis-py may turn a cancellation into an error of its own.
+        if task.cancelling():
+            raise asyncio.CancelledError

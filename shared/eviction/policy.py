@@ -76,8 +76,9 @@ class Policy(BaseModel):
         for item in filter(None, tail.split(",")):
             key, equals, value = item.partition("=")
             if not equals or key in fields or key not in cls.model_fields:
-                raise PolicyError(f"policy option {item[:100]!r} is not key=value of a known key",
-                                  param="policy")
+                raise PolicyError(
+                    f"policy option {item[:100]!r} is not key=value of a known key", param="policy"
+                )
             fields[key] = value
         try:
             policy = cls.model_validate(fields)

@@ -49,7 +49,7 @@ class CacheShell:
     """Satisfies transformers' cache contract and keeps nothing: the plan has it all."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values unchanged."""
         return key_states, value_states

@@ -146,8 +146,10 @@ class ChatTemplate:
         else:
             full = [*old, *messages]
         layout = self._layout(full, add_generation_prompt=True)
-        tail = layout[_after(layout, len(old) - 1) :]
-        if not _complete(tail, full, len(old), merge):
+        start = _after(layout, len(old) - 1)
+        tail = layout[start:]
+        in_order = not old or layout[start - 1 : start] == [_Slot(len(old) - 1, 0)]
+        if not in_order or not _complete(tail, full, len(old), merge):
             raise InvalidRequestError(
                 "the model's chat template cannot append to a stored context; "
                 "send the whole history instead",

@@ -28,7 +28,7 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.model.device
+        return torch.device(self.model.device)
 
     def w_o(self, layer: int) -> Tensor:
         """Output projection of a layer, [hidden_size, num_q_heads * head_dim]."""

@@ -21,8 +21,15 @@ from criticalkv.shared.model.demo import ensure_demo_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_VOLATILE = ("transformers_version", "_name_or_path", "_model_name_or_path", "dtype", "use_cache",
-             "torch_dtype", "architectures")
+_VOLATILE = (
+    "transformers_version",
+    "_name_or_path",
+    "_model_name_or_path",
+    "dtype",
+    "use_cache",
+    "torch_dtype",
+    "architectures",
+)
 
 
 @dataclass(frozen=True)
@@ -140,10 +147,10 @@ def check_supported(hf: PreTrainedConfig) -> None:
 
 def sliding_windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return each layer's sliding window in tokens, None for full attention."""
-    window = getattr(hf, "sliding_window", None)
+    window: int | None = getattr(hf, "sliding_window", None)
     kinds = getattr(hf, "layer_types", None)
     if kinds is None:
-        return (window,) * hf.num_hidden_layers
+        return (window,) * int(hf.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

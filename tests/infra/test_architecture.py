@@ -24,6 +24,8 @@ MAY_IMPORT = {
 SERVICE_MAY_IMPORT = {
     "local": {"local", "prefill", "decode"},
     "evaluation": {"evaluation", "local"},
+    # Benchmarks time the engines and the store themselves, side by side with others.
+    "bench": {"bench", "decode", "prefill", "store"},
 }
 
 

@@ -23,8 +23,9 @@ def tracked_files() -> list[Path]:
     if listing.returncode == 0:
         paths = [ROOT / name for name in listing.stdout.splitlines()]
     else:  # an unpacked archive
-        hidden = {".git", ".venv", ".check", "build", "dist"}
-        paths = [p for p in ROOT.rglob("*") if not hidden & set(p.relative_to(ROOT).parts)]
+        hidden = re.compile(r"\.(?!ci$|gitignore$)|(build|dist)$")
+        parts = {path: path.relative_to(ROOT).parts for path in ROOT.rglob("*")}
+        paths = [path for path in parts if not any(map(hidden.match, parts[path]))]
     return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from criticalkv.services.decode import engine as decode_engine
 from criticalkv.services.decode.sequence import Sequence
 from criticalkv.services.local import LocalEngine, LocalNode
@@ -20,7 +22,6 @@ from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.chain import ChainLoader
 from criticalkv.shared.model.attention import IMPLEMENTATION
 from criticalkv.shared.model.loader import LoadedModel
-from torch import Tensor
 
 TOLERANCE = 1e-3
 Factory = Callable[..., LoadedModel]
@@ -342,9 +343,7 @@ def test_fault_permuted_heads(
     def permute(layer: RaggedLayer) -> RaggedLayer:
         (k0, v0, p0), (k1, v1, p1) = layer.head(0), layer.head(1)
         cu = torch.tensor([0, len(p1), len(p0) + len(p1)], dtype=torch.int32)
-        return RaggedLayer(
-            torch.cat([k1, k0]), torch.cat([v1, v0]), torch.cat([p1, p0]), cu
-        )
+        return RaggedLayer(torch.cat([k1, k0]), torch.cat([v1, v0]), torch.cat([p1, p0]), cu)
 
     tamper(monkeypatch, permute)
     with pytest.raises(AssertionError):

@@ -12,6 +12,8 @@ import pytest
 import redis
 import torch
 import uvicorn
+from openai import OpenAI
+
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
@@ -28,7 +30,6 @@ from criticalkv.shared.requests import (
     PrefillRequest,
     PrefillResult,
 )
-from openai import OpenAI
 
 Factory = Callable[..., LoadedModel]
 Event = DecodeStart | DecodeDelta | DecodeEnd
@@ -117,8 +118,11 @@ class Service:
     def chat(
         self, messages: list[Any], headers: dict[str, str] | None = None, **fields: Any
     ) -> Any:
-        extension = {k: fields.pop(k) for k in ("context_id", "read_tier", "policy", "store_tier")
-                     if k in fields}
+        extension = {
+            k: fields.pop(k)
+            for k in ("context_id", "read_tier", "policy", "store_tier")
+            if k in fields
+        }
         return self.client.chat.completions.create(
             model=self.model,
             messages=messages,
@@ -314,7 +318,7 @@ def test_a_registered_context_serves_a_plain_chat_with_the_same_text(service: Se
     assert len(service.workers.prefills) == 1
 
 
-def test_tier_1_is_the_untouched_model(service: Service, tiny_model: Factory) -> None:
+def test_tier_1_is_the_untouched_model(service: Service) -> None:
     """Through HTTP, gRPC and Valkey: same tokens as one plain forward over everything."""
     context = service.register(store_tier=1.0)
     answer = service.ask("one?", context["id"], read_tier=1.0, max_tokens=12)

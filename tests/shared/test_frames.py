@@ -128,4 +128,5 @@ def test_malformed_frames(data):
 def test_varint(value):
     data = varint(value)
     assert sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data)) == value
-    assert all(byte & 0x80 for byte in data[:-1]) and data[-1] < 0x80
+    assert all(byte & 0x80 for byte in data[:-1])
+    assert data[-1] < 0x80

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from criticalkv.services.decode import engine as engine_module
 from criticalkv.services.local import LocalEngine
 from criticalkv.services.local.memory_store import MemoryStore
@@ -36,7 +37,7 @@ def local(tiny_model: Factory) -> Iterator[LocalEngine]:
         yield engine
 
 
-def request(engine: LocalEngine, **fields: Any) -> DecodeRequest:
+def request(**fields: Any) -> DecodeRequest:
     sampling = {"max_tokens": 4, "ignore_eos": True, **fields.pop("sampling", {})}
     base = {"request_id": "t", "token_ids": (65, 66), "salt": tenant_salt("local")}
     return DecodeRequest(**{**base, "sampling": Sampling(**sampling), **fields})
@@ -113,8 +114,9 @@ def test_continuing_runs_the_pending_tokens_first(local: LocalEngine) -> None:
 def test_a_turn_is_the_same_whatever_runs_beside_it(local: LocalEngine) -> None:
     context = local.compress_tokens(list(range(100, 200)), policy="default")
     alone = {
-        n: local.generate(context, [n], tier="0.2", max_tokens=8, temperature=1.0, seed=n,
-                          ignore_eos=True).token_ids
+        n: local.generate(
+            context, [n], tier="0.2", max_tokens=8, temperature=1.0, seed=n, ignore_eos=True
+        ).token_ids
         for n in range(4)
     }
     results: queue.Queue[tuple[int, tuple[int, ...]]] = queue.Queue()
@@ -135,7 +137,7 @@ def test_a_turn_is_the_same_whatever_runs_beside_it(local: LocalEngine) -> None:
 
 def test_cancel_ends_within_a_step_and_publishes_what_is_there(local: LocalEngine) -> None:
     events: queue.Queue[Any] = queue.Queue()
-    sequence = local.decode.submit(request(local, sampling={"max_tokens": 1500}), events.put)
+    sequence = local.decode.submit(request(sampling={"max_tokens": 1500}), events.put)
     while not isinstance(events.get(timeout=10), DecodeDelta):
         pass
     sequence.cancelled.set()
@@ -148,7 +150,7 @@ def test_cancel_ends_within_a_step_and_publishes_what_is_there(local: LocalEngin
 
 
 def test_leaving_the_iterator_frees_the_request(local: LocalEngine) -> None:
-    events = local.decode.generate(request(local, sampling={"max_tokens": 1500}))
+    events = local.decode.generate(request(sampling={"max_tokens": 1500}))
     next(events)
     events.close()  # type: ignore[attr-defined]
     deadline = time.monotonic() + 2
@@ -159,14 +161,13 @@ def test_leaving_the_iterator_frees_the_request(local: LocalEngine) -> None:
 
 def test_too_many_requests_are_refused_at_once(local: LocalEngine) -> None:
     events: queue.Queue[Any] = queue.Queue()
-    long = request(local, sampling={"max_tokens": 1500})
+    long = request(sampling={"max_tokens": 1500})
     running = [local.decode.submit(long, events.put) for _ in range(8)]
     with pytest.raises(OverloadedError):
         local.decode.submit(long, events.put)
     for sequence in running:
         sequence.cancelled.set()
-    ends = [e for e in iter_until(events, 8)]
-    assert all(e.finish_reason == "cancelled" for e in ends)
+    assert all(e.finish_reason == "cancelled" for e in iter_until(events, 8))
 
 
 def iter_until(events: queue.Queue[Any], count: int) -> list[DecodeEnd]:
@@ -180,31 +181,36 @@ def iter_until(events: queue.Queue[Any], count: int) -> list[DecodeEnd]:
 
 def test_missing_parent_is_a_miss(local: LocalEngine) -> None:
     with pytest.raises(NodeMissingError):
-        list(local.decode.generate(request(local, parent="ab" * 32)))
+        list(local.decode.generate(request(parent="ab" * 32)))
     assert local.decode.in_flight == 0
 
 
 def test_another_tenants_node_is_a_miss(local: LocalEngine) -> None:
     context = local.compress_tokens(IDS, policy="dense")
     with pytest.raises(NodeMissingError):
-        list(local.decode.generate(
-            request(local, parent=context.node_id, salt=tenant_salt("somebody else"))
-        ))
+        list(
+            local.decode.generate(
+                request(parent=context.node_id, salt=tenant_salt("somebody else"))
+            )
+        )
 
 
 def test_another_models_node_is_a_miss(tiny_model: Factory) -> None:
     store = MemoryStore()
-    with LocalEngine(tiny_model(seed=1), store) as one, LocalEngine(tiny_model(seed=2), store) as two:
+    with (
+        LocalEngine(tiny_model(seed=1), store) as one,
+        LocalEngine(tiny_model(seed=2), store) as two,
+    ):
         context = one.compress_tokens(IDS, policy="dense")
         with pytest.raises(NodeMissingError):
-            list(two.decode.generate(request(two, parent=context.node_id)))
+            list(two.decode.generate(request(parent=context.node_id)))
 
 
 def test_positions_are_limited_over_the_whole_chain(local: LocalEngine) -> None:
     limit = local.model.spec.max_positions
     with pytest.raises(ContextLengthError, match=str(limit)):
-        list(local.decode.generate(request(local, sampling={"max_tokens": limit - 1})))
-    end = list(local.decode.generate(request(local, sampling={"max_tokens": 2})))[-1]
+        list(local.decode.generate(request(sampling={"max_tokens": limit - 1})))
+    end = list(local.decode.generate(request(sampling={"max_tokens": 2})))[-1]
     assert isinstance(end, DecodeEnd)
 
 
@@ -214,9 +220,9 @@ def test_non_finite_logits_end_one_request_only(
     forward = engine_module.forward
     monkeypatch.setattr(engine_module, "forward", lambda *a: forward(*a) * float("nan"))
     with pytest.raises(NumericsError):
-        list(local.decode.generate(request(local)))
+        list(local.decode.generate(request()))
     monkeypatch.setattr(engine_module, "forward", forward)
-    assert isinstance(list(local.decode.generate(request(local)))[-1], DecodeEnd)
+    assert isinstance(list(local.decode.generate(request()))[-1], DecodeEnd)
 
 
 def test_a_crash_in_a_step_ends_its_requests_and_not_the_engine(
@@ -229,16 +235,14 @@ def test_a_crash_in_a_step_ends_its_requests_and_not_the_engine(
 
     monkeypatch.setattr(engine_module, "forward", broken)
     with pytest.raises(CriticalKVError, match="RuntimeError"):
-        list(local.decode.generate(request(local)))
+        list(local.decode.generate(request()))
     monkeypatch.setattr(engine_module, "forward", forward)
-    assert isinstance(list(local.decode.generate(request(local)))[-1], DecodeEnd)
+    assert isinstance(list(local.decode.generate(request()))[-1], DecodeEnd)
 
 
 def test_deadline_ends_a_running_request(local: LocalEngine) -> None:
     with pytest.raises(DeadlineError):
-        list(local.decode.generate(
-            request(local, sampling={"max_tokens": 1500}, deadline_s=0.2)
-        ))
+        list(local.decode.generate(request(sampling={"max_tokens": 1500}, deadline_s=0.2)))
 
 
 def test_logprobs_come_with_their_tokens(local: LocalEngine) -> None:
@@ -258,6 +262,6 @@ def test_a_store_that_fails_to_publish_is_reported_with_the_answer(
         raise StoreFullError("planted")
 
     monkeypatch.setattr(local.store, "open_put", full)
-    end = list(local.decode.generate(request(local)))[-1]
+    end = list(local.decode.generate(request()))[-1]
     assert isinstance(end, DecodeEnd)
     assert (end.node_id, end.publish_error) == (None, "planted")

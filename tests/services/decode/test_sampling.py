@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from criticalkv.services.decode.sampling import Sampler, top_logprobs
 from criticalkv.shared.errors import NumericsError
 from criticalkv.shared.requests import Sampling

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from criticalkv.services.decode.text import StopMatch, TextStream
-from criticalkv.shared.model.loader import LoadedModel
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
+
+from criticalkv.services.decode.text import StopMatch, TextStream
+from criticalkv.shared.model.loader import LoadedModel
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,11 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from openai import OpenAI
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.store.process import StoreProcess
@@ -35,10 +40,6 @@ from criticalkv.shared.requests import (
     TokenLogprob,
 )
 from criticalkv.shared.store_client import StoreClient
-from openai import OpenAI
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -111,8 +112,12 @@ class ScriptedWorkers:
                 raise self.fail_decode.pop(0)
             ancestors, view, position = await asyncio.to_thread(self._chain, request)
             yield DecodeStart(
-                replica="r1", bytes_pulled=10, cached_tokens=position,
-                tier=min(view, key=Decimal, default="1"), retained_fraction=0.5, store_ms=1.0,
+                replica="r1",
+                bytes_pulled=10,
+                cached_tokens=position,
+                tier=min(view, key=Decimal, default="1"),
+                retained_fraction=0.5,
+                store_ms=1.0,
             )
             text = self.say(request)
             for i, character in enumerate(text):
@@ -139,52 +144,102 @@ class ScriptedWorkers:
         parent = self.store.stat([request.ancestors[-1]])[0] if request.ancestors else None
         if parent is not None and not parent.present:
             raise NodeMissingError.of(request.ancestors[-1], "absent")
-        identity = self._identity(request.policy, request.salt, request.ancestors, request.view,
-                                  request.token_ids)
+        identity = self._identity(
+            request.policy, request.salt, request.ancestors, request.view, request.token_ids
+        )
         assert identity.node_id == request.node_id
         tiers = [t for t in Config().eviction.tiers if Decimal(t) <= Decimal(request.store_tier)]
         tiers = ["1"] if request.policy == POLICY_DENSE else tiers
         before = parent.next_position if parent else 0
-        manifest = self._publish(identity, request.token_ids, request.ancestors, before, tiers,
-                                 request.pending_ids, request.lease_token, request.ttl_ms)
+        manifest = self._publish(
+            identity,
+            request.token_ids,
+            request.ancestors,
+            before,
+            tiers,
+            request.pending_ids,
+            request.lease_token,
+            request.ttl_ms,
+        )
         return PrefillResult(
-            node_id=request.node_id, tiers=manifest.tiers,
-            tier_bytes=tuple(manifest.tier_bytes()), tier_entries=tuple(manifest.tier_entries()),
-            full_entries=manifest.full_entries, num_tokens=manifest.num_tokens,
-            next_position=manifest.next_position, prefill_ms=1.0, scoring_ms=1.0, total_ms=2.0,
-            stored_bytes=1, published=True, replica="p1",
+            node_id=request.node_id,
+            tiers=manifest.tiers,
+            tier_bytes=tuple(manifest.tier_bytes()),
+            tier_entries=tuple(manifest.tier_entries()),
+            full_entries=manifest.full_entries,
+            num_tokens=manifest.num_tokens,
+            next_position=manifest.next_position,
+            prefill_ms=1.0,
+            scoring_ms=1.0,
+            total_ms=2.0,
+            stored_bytes=1,
+            published=True,
+            replica="p1",
         )
 
     def _end(
-        self, request: DecodeRequest, text: str, ancestors: tuple[str, ...],
-        view: tuple[str, ...], position: int,
+        self,
+        request: DecodeRequest,
+        text: str,
+        ancestors: tuple[str, ...],
+        view: tuple[str, ...],
+        position: int,
     ) -> DecodeEnd:
         new = self.template.encode_content(text)
         ids = (*request.token_ids, *new)
         identity = self._identity(POLICY_DENSE, request.salt, ancestors, view, ids)
         if self.publish_error is None:
-            self._publish(identity, ids, ancestors, position, ["1"], self.template.closing_ids,
-                          "", request.ttl_ms)
-        return DecodeEnd.model_validate({
-            "finish_reason": self.finish, "prompt_tokens": position + len(request.token_ids),
-            "completion_tokens": len(new), "ancestors": ancestors, "view": view,
-            "node_id": identity.node_id if self.publish_error is None else None,
-            "publish_error": self.publish_error,
-        })
+            self._publish(
+                identity,
+                ids,
+                ancestors,
+                position,
+                ["1"],
+                self.template.closing_ids,
+                "",
+                request.ttl_ms,
+            )
+        return DecodeEnd.model_validate(
+            {
+                "finish_reason": self.finish,
+                "prompt_tokens": position + len(request.token_ids),
+                "completion_tokens": len(new),
+                "ancestors": ancestors,
+                "view": view,
+                "node_id": identity.node_id if self.publish_error is None else None,
+                "publish_error": self.publish_error,
+            }
+        )
 
     def _identity(
-        self, policy: str, salt: str, ancestors: tuple[str, ...], view: tuple[str, ...],
+        self,
+        policy: str,
+        salt: str,
+        ancestors: tuple[str, ...],
+        view: tuple[str, ...],
         ids: tuple[int, ...],
     ) -> Identity:
         return Identity(
-            model_digest=self.model.model_digest, tokenizer_digest=self.model.tokenizer_digest,
-            dtype=self.model.dtype, policy=policy, salt=salt,
-            parent=ancestors[-1] if ancestors else None, view=view, tokens=tokens_digest(ids),
+            model_digest=self.model.model_digest,
+            tokenizer_digest=self.model.tokenizer_digest,
+            dtype=self.model.dtype,
+            policy=policy,
+            salt=salt,
+            parent=ancestors[-1] if ancestors else None,
+            view=view,
+            tokens=tokens_digest(ids),
         )
 
     def _publish(
-        self, identity: Identity, ids: tuple[int, ...], ancestors: tuple[str, ...], before: int,
-        tiers: list[str], pending: tuple[int, ...], lease: str, ttl_ms: int,
+        self,
+        identity: Identity,
+        ids: tuple[int, ...],
+        ancestors: tuple[str, ...],
+        before: int,
+        tiers: list[str],
+        pending: tuple[int, ...],
+        lease: str,
+        ttl_ms: int,
     ) -> Any:
         lens = [max(1, int(len(ids) * Decimal(t))) for t in tiers]
         rows = torch.randn(lens[-1], HEAD_DIM)
@@ -194,8 +249,13 @@ class ScriptedWorkers:
         with NodePublisher(self.store, identity, secrets.token_hex(8), lease_token=lease) as put:
             put.send(layer, table)
             return put.commit(
-                token_ids=ids, ancestors=ancestors, next_position=before + len(ids),
-                head_dim=HEAD_DIM, tiers=tiers, pending_ids=pending, ttl_ms=ttl_ms,
+                token_ids=ids,
+                ancestors=ancestors,
+                next_position=before + len(ids),
+                head_dim=HEAD_DIM,
+                tiers=tiers,
+                pending_ids=pending,
+                ttl_ms=ttl_ms,
             ).manifest
 
 
@@ -240,8 +300,11 @@ def gateway_factory(store_process: StoreProcess) -> Iterator[Callable[..., Gatew
     def make(template: str = CHATML, max_positions: int = 4096, **settings: Any) -> Gateway:
         tokenizer = byte_tokenizer(template)
         model = ServedModel(tokenizer_digest(tokenizer), max_positions=max_positions)
-        config = Config(gateway=GatewayConfig(**{"implicit_breakpoint_tokens": 100,
-                                                 "decode_max_suffix_tokens": 64, **settings}))
+        config = Config(
+            gateway=GatewayConfig(
+                **{"implicit_breakpoint_tokens": 100, "decode_max_suffix_tokens": 64, **settings}
+            )
+        )
         store = store_process.client()
         workers = ScriptedWorkers(store, model, ChatTemplate(tokenizer))
         core = GatewayCore(config, model, tokenizer, store_process.client(), workers)

@@ -16,7 +16,7 @@ def question(text: str = "why?") -> list[dict[str, Any]]:
 
 
 def test_answer_has_openais_shape_and_our_extension(gateway: Any) -> None:
-    gateway.workers.say = lambda request: "because"
+    gateway.workers.say = lambda _: "because"
     answer = gateway.client().chat.completions.create(
         model="tiny", messages=question(DOC), temperature=0, seed=7
     )
@@ -49,7 +49,7 @@ def test_usage_counts_written_then_cached_tokens(gateway: Any) -> None:
 
 
 def test_stream_ends_with_extension_usage_and_done(gateway: Any) -> None:
-    gateway.workers.say = lambda request: "héllo 🎉"
+    gateway.workers.say = lambda _: "héllo 🎉"
     body = {"model": "tiny", "messages": question(), "stream": True,
             "stream_options": {"include_usage": True}}  # fmt: skip
     answer = gateway.post("/v1/chat/completions", body)
@@ -68,7 +68,7 @@ def test_stream_ends_with_extension_usage_and_done(gateway: Any) -> None:
 
 
 def test_openai_client_reads_the_stream(gateway: Any) -> None:
-    gateway.workers.say = lambda request: "one two"
+    gateway.workers.say = lambda _: "one two"
     stream = gateway.client().chat.completions.create(
         model="tiny", messages=question(), stream=True, logprobs=True, top_logprobs=2
     )
@@ -91,7 +91,9 @@ def test_every_choice_has_its_own_seed_and_a_handle_that_continues(gateway: Any)
     assert handles[0] == answer.id
     for handle in handles:
         client.chat.completions.create(
-            model="tiny", messages=question("go on"), extra_body={"criticalkv": {"context_id": handle}}
+            model="tiny",
+            messages=question("go on"),
+            extra_body={"criticalkv": {"context_id": handle}},
         )
     parents = [request.parent for request in gateway.workers.decodes[3:]]
     assert parents == [c.model_extra["criticalkv"]["node_id"] for c in answer.choices]
@@ -130,7 +132,7 @@ def test_failed_publishing_is_told(gateway: Any) -> None:
 
 
 def test_failure_in_the_middle_is_an_error_event_without_done(gateway: Any) -> None:
-    gateway.workers.say = lambda request: "abcdef"
+    gateway.workers.say = lambda _: "abcdef"
     gateway.workers.fail_after = 3
     text = gateway.chat(question(), stream=True).text
     lines = [line for line in text.split("\n\n") if line]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
 from criticalkv.services.gateway.lookup import answers_with
 from criticalkv.services.gateway.workers import WorkerLostError
 from criticalkv.shared.cache.records import TokenRecord
@@ -242,7 +243,7 @@ def test_turns_read_at_different_tiers_are_different_nodes(gateway: Any) -> None
 def test_an_alias_is_taken_at_an_equal_view_then_the_next_higher(
     gateway: Any, stored: list[str | None], wanted: str | None, found: str | None
 ) -> None:
-    gateway.workers.say = lambda request: "same"
+    gateway.workers.say = lambda _: "same"
     first = [user(marked(DOC), "q")]
     for tier in stored:
         gateway.chat(first, criticalkv={"read_tier": tier})
@@ -286,7 +287,7 @@ def test_a_handle_continues_without_resending(gateway: Any) -> None:
 
 
 def test_a_handle_and_resent_history_meet_in_one_alias(gateway: Any) -> None:
-    gateway.workers.say = lambda request: "ok"
+    gateway.workers.say = lambda _: "ok"
     first = extension(gateway.chat([user(marked(DOC), "q0")]))
     second = extension(gateway.chat([user("q1")], criticalkv={"context_id": first["handle"]}))
     resent = [user(marked(DOC), "q0"), assistant("ok"), user("q1"), assistant("ok"), user("q2")]
@@ -332,10 +333,12 @@ def lose(gateway: Any, *node_ids: str) -> None:
 
 
 def test_lost_kv_is_rebuilt_down_the_chain_at_the_recorded_view(gateway: Any) -> None:
-    gateway.workers.say = lambda request: "ok"
+    gateway.workers.say = lambda _: "ok"
     fields = {"read_tier": "0.2"}
     first = extension(gateway.chat([user(marked(DOC), "q0")], criticalkv=fields))
-    second = extension(gateway.chat([user("q1")], criticalkv={**fields, "context_id": first["handle"]}))
+    second = extension(
+        gateway.chat([user("q1")], criticalkv={**fields, "context_id": first["handle"]})
+    )
     chain = [gateway.workers.prefills[0].node_id, first["node_id"], second["node_id"]]
     before = gateway.store.stat(chain)
     lose(gateway, *reversed(chain))
@@ -353,10 +356,6 @@ def test_kv_lost_between_look_up_and_decode_is_rebuilt_once(gateway: Any) -> Non
     gateway.chat([user(marked(DOC), "q")])
     node_id = gateway.node_ids()[0]
 
-    def vanish(request: Any) -> str:
-        return "ok"
-
-    gateway.workers.say = vanish
     gateway.workers.fail_decode = [NodeMissingError.of(node_id, "gone")]
     lose(gateway, node_id)
     first = gateway.chat([user(marked(DOC), "q")])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from criticalkv.services.local import LocalEngine, LocalTurn
 from criticalkv.services.prefill.sinks import SpoolingSink
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.model.chat import Message, Part
 from criticalkv.shared.model.loader import LoadedModel
-from pydoc_data.topics import topics
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 # Twice this is the top-2 margin below which two correct fp32 forwards may differ.
 TOLERANCE = 1e-3
@@ -41,15 +42,16 @@ def theirs(demo_model: LoadedModel) -> PreTrainedModel:
 
 def full_cache_answer(model: PreTrainedModel, ids: list[int], count: int) -> list[int]:
     out = model.generate(
-        torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None,
+        torch.tensor([ids]),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
         pad_token_id=0,
     )
     return out[0, len(ids) :].tolist()
 
 
-def assert_same_tokens(
-    model: PreTrainedModel, ids: list[int], ours: list[int], count: int
-) -> None:
+def assert_same_tokens(model: PreTrainedModel, ids: list[int], ours: list[int], count: int) -> None:
     """Equal to their generation; or, from the first difference on, teacher-forced equal
     wherever the top-2 margin is clear, with at most 2 % exempt."""
     if ours == full_cache_answer(model, ids, count):
@@ -76,14 +78,10 @@ def test_two_turns_at_tier_1_are_the_full_cache(
     assert len(ids) == engine.manifest(context).num_tokens
     leaf: Any = context
     for question in (DOCUMENTS[topic], "Say that again in other words."):
-        pieces = chat.continue_(
-            leaf.roles, leaf.is_open, [message(question)]
-        )
+        pieces = chat.continue_(leaf.roles, leaf.is_open, [message(question)])
         pending = list(engine.manifest(leaf).pending_ids)
         ids += [*pending, *(t for piece in pieces for t in piece.ids)]
-        turn: LocalTurn = engine.ask(
-            leaf, question, tier=1.0, max_tokens=64, ignore_eos=True
-        )
+        turn: LocalTurn = engine.ask(leaf, question, tier=1.0, max_tokens=64, ignore_eos=True)
         assert turn.start is not None
         assert turn.start.retained_fraction == 1
         assert_same_tokens(theirs, ids, list(turn.token_ids), 64)

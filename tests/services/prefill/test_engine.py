@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from criticalkv.services.local import LocalEngine
 from criticalkv.services.local.engine import SALT
 from criticalkv.services.local.memory_store import MemoryStore, MemoryWriter

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import redis
@@ -16,7 +17,6 @@ from criticalkv.services.store.process import start_store
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import ConfigError, StoreUnavailableError
 from criticalkv.shared.store_client import StoreClient
-
 
 LOOPBACK = ("0100007F", "0" * 16 + "FFFF00000100007F")  # as IPv4, and as IPv6
 
@@ -124,8 +124,9 @@ def test_second_store_on_one_directory_is_refused(tmp_path):
 
 def test_second_store_on_one_port_is_refused(tmp_path):
     with start_store(config(tmp_path / "a")) as first:
+        second = config(tmp_path / "b").model_copy(update={"address": first.address})
         with pytest.raises(ConfigError, match="cannot be used"):
-            start_store(config(tmp_path / "b").model_copy(update={"address": first.address}))
+            start_store(second)
 
 
 def test_too_long_directory_is_refused(tmp_path):
@@ -167,19 +168,19 @@ def test_health_follows_redis_and_recovers(tmp_path, make_node):
     url = f"unix://{tmp_path}/valkey.sock"
     valkey = Valkey(str(tmp_path), 1 << 28)
     try:
-        with start_store(StoreConfig(address="127.0.0.1:0", redis_url=url)) as process:
-            with process.client() as client:
+        config = StoreConfig(address="127.0.0.1:0", redis_url=url)
+        with start_store(config) as process, process.client() as client:
+            make_node().put(client)
+            valkey.stop()
+            with pytest.raises(StoreUnavailableError):
                 make_node().put(client)
-                valkey.stop()
-                with pytest.raises(StoreUnavailableError):
-                    make_node().put(client)
-                wait_until(lambda: not client.healthy())
-                valkey = Valkey(str(tmp_path), 1 << 28)
-                wait_until(client.healthy)
-                node = make_node()
-                assert node.put(client).published
-                with client.open_get(node.node_id) as reader:
-                    assert [bytes(p) for _, p in reader] == node.payloads
+            wait_until(lambda: not client.healthy())
+            valkey = Valkey(str(tmp_path), 1 << 28)
+            wait_until(client.healthy)
+            node = make_node()
+            assert node.put(client).published
+            with client.open_get(node.node_id) as reader:
+                assert [bytes(p) for _, p in reader] == node.payloads
     finally:
         valkey.stop()
 
@@ -214,5 +215,5 @@ def test_secrets_are_not_in_arguments(tmp_path):
     secret = tmp_path / "token"
     secret.write_text("s3cret-" * 4)
     with start_store(config(tmp_path / "d", token_file=str(secret))) as process:
-        with open(f"/proc/{process.process.pid}/cmdline") as line:
-            assert "s3cret" not in line.read()
+        arguments = Path(f"/proc/{process.process.pid}/cmdline").read_text()
+        assert "s3cret" not in arguments

@@ -122,8 +122,10 @@ CALLS = {
 @pytest.mark.parametrize("method", CALLS)
 def test_call_without_deadline_is_refused(store, method):
     call = store._call(method)
-    run = (lambda: list(call(CALLS[method]))) if method == "GetNode" else (
-        lambda: call(CALLS[method])
+    run = (
+        (lambda: list(call(CALLS[method])))
+        if method == "GetNode"
+        else (lambda: call(CALLS[method]))
     )
     with pytest.raises(grpc.RpcError) as caught:
         run()

@@ -72,9 +72,9 @@ def test_tls_and_token_end_to_end(tmp_path, files, make_node):
                     client.open_get(node.node_id)
                 with pytest.raises(AuthenticationError):
                     make_node().put(client)
-        with StoreClient(process.address, timeout_s=1.0) as client:
-            with pytest.raises(StoreUnavailableError):
-                client.stat([node.node_id])
+        plain = StoreClient(process.address, timeout_s=1.0)
+        with plain, pytest.raises(StoreUnavailableError):
+            plain.stat([node.node_id])
 
 
 def test_client_sends_no_token_in_the_clear(files):

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios of things run alternately, medians over repeats, written as JSON."""
