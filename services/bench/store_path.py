@@ -11,10 +11,8 @@ round; reported are medians, and the ratio of the medians.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
-import json
 import os
 import secrets
 import statistics
@@ -63,13 +61,13 @@ def measure(quick: bool) -> dict[str, Any]:
     payloads = [os.urandom(SEGMENT_BYTES) for _ in range(segments)]
     samples: dict[str, list[float]] = {}
     with _store(segments) as store, _bare(segments) as channel:
-        runs = {
+        frames = [encode_segment(i, payload) for i, payload in enumerate(payloads)]
+        runs: dict[str, Callable[[], float]] = {
             "store_put": lambda: _store_put(store, payloads),
             "bare_put": lambda: _bare_put(channel, frames),
             "store_get": lambda: _store_get(store),
             "bare_get": lambda: _bare_get(channel),
         }
-        frames = [encode_segment(i, payload) for i, payload in enumerate(payloads)]
         for at in range(rounds + 1):
             for name, run in runs.items():
                 seconds = run()
@@ -88,7 +86,7 @@ def _report(samples: dict[str, list[float]], segments: int) -> dict[str, Any]:
         "bare_put_gb_s": median["bare_put"],
         "bare_get_gb_s": median["bare_get"],
         "node_mib": segments * SEGMENT_BYTES / 2**20,
-        "samples_gb_s": samples,
+        "samples": samples,
     }
 
 
@@ -163,7 +161,7 @@ def _node(payloads: list[bytes]) -> tuple[Manifest, TokenRecord]:
 
 @contextmanager
 def _bare(segments: int) -> Iterator[grpc.Channel]:
-    command = [sys.executable, __file__, "--bare", str(segments)]
+    command = [sys.executable, "-m", __name__, str(segments)]
     environment = {**os.environ, **ENVIRONMENT}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -178,12 +176,12 @@ def _bare(segments: int) -> Iterator[grpc.Channel]:
 
 
 def _bare_put(channel: grpc.Channel, frames: list[bytes]) -> float:
-    call = channel.stream_unary(f"/{SERVICE}/Put", None, None)
+    call: Any = channel.stream_unary(f"/{SERVICE}/Put", None, None)
     return _timed(lambda: call(iter(frames), timeout=TIMEOUT_S))
 
 
 def _bare_get(channel: grpc.Channel) -> float:
-    call = channel.unary_stream(f"/{SERVICE}/Get", None, None)
+    call: Any = channel.unary_stream(f"/{SERVICE}/Get", None, None)
     return _timed(lambda: [None for _ in call(b"", timeout=TIMEOUT_S)])
 
 
@@ -207,7 +205,7 @@ async def _serve_bare(segments: int) -> None:
             yield frame
 
     server = grpc.aio.server(options=SERVER_OPTIONS, compression=grpc.Compression.NoCompression)
-    handlers = {
+    handlers: dict[str, Any] = {
         "Put": grpc.stream_unary_rpc_method_handler(put, None, None),
         "Get": grpc.unary_stream_rpc_method_handler(get, None, None),
     }
@@ -219,13 +217,6 @@ async def _serve_bare(segments: int) -> None:
     await server.stop(0)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small run")
-    parser.add_argument("--bare", type=int, metavar="SEGMENTS", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.bare:
-        tune_malloc()
-        asyncio.run(_serve_bare(arguments.bare))
-    else:
-        print(json.dumps(measure(arguments.quick), indent=1))
+if __name__ == "__main__":  # the bare server, in a process of its own
+    tune_malloc()
+    asyncio.run(_serve_bare(int(sys.argv[1])))
