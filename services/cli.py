@@ -108,6 +108,7 @@ def ttft(
     model: Model = None,
 ) -> None:
     """Cold prefill against warm turns and plain transformers; the store against bare gRPC."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     from criticalkv.services.bench import ttft as benchmark
 
     settings = load_config(_text(config), _given(model={"path": model}))
@@ -168,8 +169,8 @@ def _preflight(config: Config) -> Config:
 
 @contextmanager
 def _store(config: Config, wanted: bool) -> Iterator[Config]:
-    from criticalkv.services.loopback import is_loopback
     from criticalkv.services.store.process import start_store
+    from criticalkv.shared.loopback import is_loopback
 
     if not wanted or not is_loopback(config.store.address.rpartition(":")[0]):
         yield config

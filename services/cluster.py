@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from criticalkv.services.loopback import is_loopback
 from criticalkv.shared.config import Config
 from criticalkv.shared.errors import ConfigError
+from criticalkv.shared.loopback import is_loopback
 
 if TYPE_CHECKING:
     from ray.serve.config import HTTPOptions

@@ -19,6 +19,8 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
+from criticalkv.shared.loopback import is_loopback
+
 
 def on_loopback(replica: type[Any]) -> type[Any]:
     """Return a subclass that closes its open listeners before it reports healthy."""
@@ -56,15 +58,6 @@ def close_open_listeners() -> list[tuple[str, int]]:
             sock.shutdown(socket.SHUT_RDWR)
             closed.append((host, port))
     return closed
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses and names that only this machine can reach."""
-    if host == "localhost" or host.startswith("unix:"):
-        return True
-    with suppress(ValueError):
-        return ip_address(host.strip("[]")).is_loopback
-    return False
 
 
 def _own_tcp_listeners() -> Iterator[socket.socket]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from decimal import Decimal
 
@@ -23,8 +22,6 @@ from criticalkv.shared.errors import ContextExpiredError, ContextNotFoundError, 
 from criticalkv.shared.identity import resolve_tier
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.store_client import StoreClient
-
-HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class GatewayCore:
@@ -151,11 +148,9 @@ class GatewayCore:
                 malformed, unknown, expired or another tenant's.
         """
         try:
-            if HANDLE.fullmatch(handle):
-                return await self.store.resolve_handle(tenant.digest, handle)
+            return await self.store.resolve_handle(tenant.digest, handle)
         except ContextNotFoundError:
-            pass
-        raise ContextNotFoundError("no such context", param="criticalkv.context_id")
+            raise ContextNotFoundError("no such context", param="criticalkv.context_id") from None
 
     def new_handle(self, prefix: str) -> str:
         """Return a fresh random handle."""

@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from criticalkv.shared.cache.manifest import Manifest, decode_manifest, encode_manifest
+from criticalkv.shared.cache.manifest import (
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    verify_segment,
+)
 from criticalkv.shared.cache.records import TokenRecord
-from criticalkv.shared.cache.wire import verify_segment
 from criticalkv.shared.errors import CorruptNodeError, NodeMissingError
 from criticalkv.shared.identity import NodeId, resolve_tier
 

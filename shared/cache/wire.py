@@ -14,7 +14,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from criticalkv.shared.cache.manifest import MAX_SEGMENT_BYTES, Manifest, Segment
+from criticalkv.shared.cache.manifest import (
+    MAX_SEGMENT_BYTES,
+    Manifest,
+    Segment,
+    verify_segment,
+)
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
 from criticalkv.shared.errors import CorruptNodeError
 
@@ -128,20 +133,6 @@ class LayerAssembler:
         if positions.numel() and not (begin <= int(positions.min()) <= int(positions.max()) < end):
             raise CorruptNodeError(f"layer {self._layer}: a position is outside the node")
         return self._out
-
-
-def verify_segment(manifest: Manifest, index: int, payload: bytearray | memoryview | bytes) -> None:
-    """Check a payload's length, then its checksum.
-
-    Raises:
-        CorruptNodeError: if either differs from the manifest.
-    """
-    if len(payload) != manifest.segment_bytes(index):
-        raise CorruptNodeError(
-            f"segment {index} has {len(payload)} bytes, not {manifest.segment_bytes(index)}"
-        )
-    if xxhash.xxh3_64_intdigest(payload) != manifest.segments[index].checksum:
-        raise CorruptNodeError(f"segment {index} has a wrong checksum")
 
 
 def assemble(

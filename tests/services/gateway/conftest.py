@@ -90,6 +90,7 @@ class ScriptedWorkers:
     fail_prefill: list[Exception] = field(default_factory=list)
     fail_decode: list[Exception] = field(default_factory=list)
     fail_after: int | None = None
+    before_decode: list[Callable[[], None]] = field(default_factory=list)
     open_decodes: int = 0
     cancelled_prefills: int = 0
 
@@ -108,6 +109,8 @@ class ScriptedWorkers:
         self.decodes.append(request)
         self.open_decodes += 1
         try:
+            if self.before_decode:
+                await asyncio.to_thread(self.before_decode.pop(0))
             if self.fail_decode:
                 raise self.fail_decode.pop(0)
             ancestors, view, position = await asyncio.to_thread(self._chain, request)

@@ -295,6 +295,14 @@ def test_a_handle_and_resent_history_meet_in_one_alias(gateway: Any) -> None:
     assert gateway.workers.decodes[-1].parent == second["node_id"]
 
 
+def test_text_joined_to_a_context_has_the_alias_of_its_parts(gateway: Any) -> None:
+    gateway.workers.say = lambda _: "ok"
+    context = gateway.post("/v1/contexts", {"text": DOC}).json()
+    turn = extension(gateway.chat([user("q")], criticalkv={"context_id": context["id"]}))
+    gateway.chat([user(DOC, "\n\n", "q"), assistant("ok"), user("next")])
+    assert gateway.workers.decodes[-1].parent == turn["node_id"]
+
+
 def test_two_turns_on_one_parent_are_two_branches(gateway: Any) -> None:
     root = extension(gateway.chat([user(marked(DOC), "q0")]))
     left = extension(gateway.chat([user("l")], criticalkv={"context_id": root["handle"]}))
@@ -319,6 +327,7 @@ def test_another_salt_than_the_contexts_is_refused(gateway: Any) -> None:
 
 def test_a_context_over_the_limit_is_refused_before_prefill(gateway: Any) -> None:
     context = gateway.post("/v1/contexts", {"text": "d" * 3900}).json()
+    lose(gateway, context["node_id"])
     answer = gateway.chat([user("q" * 300)], criticalkv={"context_id": context["id"]})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert len(gateway.workers.prefills) == 1
@@ -355,12 +364,9 @@ def test_lost_kv_is_rebuilt_down_the_chain_at_the_recorded_view(gateway: Any) ->
 def test_kv_lost_between_look_up_and_decode_is_rebuilt_once(gateway: Any) -> None:
     gateway.chat([user(marked(DOC), "q")])
     node_id = gateway.node_ids()[0]
-
-    gateway.workers.fail_decode = [NodeMissingError.of(node_id, "gone")]
-    lose(gateway, node_id)
-    first = gateway.chat([user(marked(DOC), "q")])
-    assert extension(first)["published"] is True
-    assert len(gateway.workers.decodes) == 3
+    gateway.workers.before_decode = [lambda: lose(gateway, node_id)]
+    assert extension(gateway.chat([user(marked(DOC), "q")], n=3))["published"] is True
+    assert gateway.node_ids() == [node_id] * 2
     gateway.workers.fail_decode = [NodeMissingError.of(node_id, "gone")] * 2
     again = gateway.chat([user(marked(DOC), "q")])
     assert (again.status_code, again.json()["error"]["code"]) == (503, "store_unavailable")

@@ -150,6 +150,7 @@ def test_higher_tier_replaces_a_lower_one(store, valkey, make_node):
     with store.open_get(low.node_id) as reader:
         assert (reader.generation, reader.tier) == (2, "0.8")
         assert [bytes(p) for _, p in reader] == high.payloads
+    time.sleep(0.7)  # several rounds of the janitor, less than the longest read
     assert valkey.exists(low.segment_key(0))
     assert not make_node(seed=2).put(store).published  # the lower one loses from now on
     wait_until(lambda: not valkey.exists(low.segment_key(0)), 8.0)
