@@ -169,13 +169,14 @@ def print_context(console: Console, context: dict[str, Any]) -> None:
 
 def print_summary(console: Console, context: dict[str, Any], warm: list[Answer]) -> None:
     """Set the cold prefill beside the warm turns."""
-    cold = context["prefill_ms"] / 1e3
+    cold, scoring = context["prefill_ms"] / 1e3, context["scoring_ms"] / 1e3
     ttfts = sorted(answer.ttft_s for answer in warm)
     median = ttfts[len(ttfts) // 2]
     replicas = {answer.extension["replica"] for answer in warm}
     console.print(
-        f"Cold prefill (model forward alone): {cold:.2f} s. Warm TTFT: median {median:.2f} s, "
-        f"{cold / median:.0f} times faster; worst {ttfts[-1]:.2f} s. "
+        f"Cold prefill: {cold:.2f} s (and {scoring:.2f} s to score it, once). "
+        f"Warm TTFT: median {median:.2f} s, {cold / median:.0f} times faster; "
+        f"worst {ttfts[-1]:.2f} s. "
         f"Decode replicas used: {len(replicas)}."
     )
 

@@ -61,7 +61,7 @@ class Reply(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Cancel a turn whose events nobody reads."""
+        """Cancel the turn if it still runs. Idempotent."""
         ...
 
 

@@ -22,7 +22,7 @@ from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.idempotency import Idempotency, Key
 from criticalkv.services.gateway.schemas import ChatRequest, parse_chat, parse_context
-from criticalkv.services.gateway.stream import Client, EventStream, error_body, event_lines
+from criticalkv.services.gateway.stream import Client, EventStream, error_body
 from criticalkv.shared.errors import (
     CriticalKVError,
     InvalidRequestError,
@@ -71,7 +71,8 @@ class Gate:
         """Run as an ASGI application."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        counted = self._counted(scope, send)
+        started: list[int] = []
+        counted = self._counted(scope, send, started)
         try:
             refusal = self._refusal(scope)
             if refusal is not None:
@@ -80,8 +81,9 @@ class Gate:
                 return await self._app(scope, receive, counted)
             return await self._admitted(scope, receive, counted)
         except Exception as error:
-            # Before the answer has begun; a stream reports its own errors inside.
             log.error("request failed: %s", type(error).__name__)
+            if started:
+                raise  # too late for an answer: the connection is cut
             return await error_response(CriticalKVError("internal error"))(scope, receive, counted)
 
     def _refusal(self, scope: Scope) -> CriticalKVError | None:
@@ -104,11 +106,12 @@ class Gate:
             self._running -= 1
             self._core.metrics.running.dec()
 
-    def _counted(self, scope: Scope, send: Send) -> Send:
+    def _counted(self, scope: Scope, send: Send, started: list[int]) -> Send:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
                 self._core.metrics.answered(route, message["status"])
+                started.append(message["status"])
             await send(message)
 
         return counted
@@ -141,18 +144,20 @@ def _add_chat(app: FastAPI, core: GatewayCore) -> None:
 async def _answer(
     body: ChatRequest, run: Callable[[], Awaitable[Reply]], client: Client, deadline: Deadline
 ) -> Response:
-    streaming = False
     try:
         reply = await client.wait_for(deadline.bound(run()))
-        if body.stream:
-            streaming = True
-            lines = event_lines(reply, include_usage=body.stream_options.include_usage)
-            return EventStream(lines, client, deadline)
+    except BaseException:
+        client.release()
+        raise
+    if body.stream:  # which now owns client and reply
+        usage = body.stream_options.include_usage
+        return EventStream(reply, client, deadline, include_usage=usage)
+    try:
         completion = await client.wait_for(_collect(reply, body.logprobs))
-        return Response(completion, media_type="application/json")
     finally:
-        if not streaming:
-            client.release()
+        client.release()
+        await reply.aclose()
+    return Response(completion, media_type="application/json")
 
 
 async def _collect(reply: Reply, wants_logprobs: bool) -> str:

@@ -46,7 +46,8 @@ class Contexts:
             _open(core.transcript(policy, salt), messages),
             policy,
             salt,
-            prefill_ms=plan.spent.milliseconds,
+            prefill_ms=plan.spent.prefill_ms,
+            scoring_ms=plan.spent.scoring_ms,
             cached=not plan.spent.results,
             store_tier=want.store_tier,
         )
@@ -122,6 +123,7 @@ def describe(handle: pb.Handle, meta: Metadata, stat: pb.NodeStat) -> dict[str, 
         "num_tokens": stat.next_position,
         "full_bytes": _full_bytes(stat),
         "prefill_ms": meta.prefill_ms,
+        "scoring_ms": meta.scoring_ms,
         "cached": meta.cached,
         "pinned": stat.pinned,
     }

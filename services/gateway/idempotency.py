@@ -133,29 +133,31 @@ class _Recorded:
         self.created = reply.created
         self.model = reply.model
         self.choices = reply.choices
+        self._done = False
 
     @property
     def usage(self) -> dict[str, Any]:
         return self._reply.usage
 
     async def aclose(self) -> None:
-        """Cancel a reply whose events nobody reads."""
-        await self._finish(b"")
+        """Cancel the reply if it still runs, and free its key."""
+        if not self._done:
+            self._done = True
+            await self._finish(b"")
         await self._reply.aclose()
 
     async def events(self) -> AsyncGenerator[ReplyEvent, None]:
-        collector, done = Collector(self._reply, self._wants_logprobs), False
+        collector = Collector(self._reply, self._wants_logprobs)
         try:
             async with aclosing(self._reply.events()) as events:
                 async for event in events:
                     collector.add(event)
-                    if collector.complete and not done:
+                    if collector.complete and not self._done:
+                        self._done = True
                         await self._finish(_pack(collector.completion()))
-                        done = True
                     yield event
         finally:
-            if not done:
-                await self._finish(b"")
+            await self.aclose()
 
 
 def _pack(completion: ChatCompletion) -> bytes:

@@ -29,9 +29,14 @@ class Spent:
         return sum(result.num_tokens for result in self.results)
 
     @property
-    def milliseconds(self) -> float:
-        """Time in prefill workers."""
-        return sum(result.total_ms for result in self.results)
+    def prefill_ms(self) -> float:
+        """Time of the model's forwards over the contexts."""
+        return sum(result.prefill_ms for result in self.results)
+
+    @property
+    def scoring_ms(self) -> float:
+        """Time of scoring (replay included), ranking and packing."""
+        return sum(result.scoring_ms for result in self.results)
 
 
 @dataclass(frozen=True)

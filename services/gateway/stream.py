@@ -69,23 +69,28 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, lines: AsyncGenerator[bytes, None], client: Client, deadline: Deadline
+        self, reply: Reply, client: Client, deadline: Deadline, *, include_usage: bool
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self._lines = lines
+        self._reply = reply
+        self._include_usage = include_usage
         self._client = client
         self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Run as an ASGI application."""
         try:
-            async with aclosing(self._lines) as lines:
+            async with aclosing(
+                event_lines(self._reply, include_usage=self._include_usage)
+            ) as lines:
                 await self._send(send, lines)
         except (ClientGoneError, OSError):
             log.info("a client left its stream")
         finally:
             self._client.release()
+            # Closing a generator that never began does not reach the turn.
+            await self._reply.aclose()
 
     async def _send(self, send: Send, lines: AsyncGenerator[bytes, None]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

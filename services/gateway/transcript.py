@@ -80,6 +80,7 @@ class Metadata(BaseModel):
     is_open: bool
     digest: str = Field(pattern=HEX64)
     prefill_ms: float = 0.0
+    scoring_ms: float = 0.0
     cached: bool = False
     store_tier: str = ""
 

@@ -22,7 +22,7 @@ def test_a_context_shows_its_tiers(gateway: Any) -> None:
     top = context["tiers"][-1]
     assert abs(top["retained_fraction"] - 0.4) < 0.01
     assert abs(context["full_bytes"] * top["retained_fraction"] - top["bytes"]) < 1
-    assert (context["cached"], context["prefill_ms"]) == (False, 2.0)
+    assert (context["cached"], context["prefill_ms"], context["scoring_ms"]) == (False, 1.0, 1.0)
 
 
 def test_the_same_text_again_is_another_handle_on_one_node(gateway: Any) -> None:
