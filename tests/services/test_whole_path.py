@@ -333,7 +333,11 @@ def test_tier_1_is_the_untouched_model(service: Service) -> None:
     finally:
         model.set_attn_implementation("criticalkv")
     theirs = service.workers._model.chat.decode(out[0, len(ids) :].tolist())
-    assert text_of(answer) == theirs.replace("\ufffd", "") or text_of(answer) == theirs
+    # A character that the last tokens leave unfinished is not shown.
+    shown = text_of(answer)
+    assert shown
+    assert theirs.startswith(shown)
+    assert set(theirs[len(shown) :]) <= {"\ufffd"}
 
 
 def test_n_choices_have_a_handle_each(service: Service) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from criticalkv.services.local import LocalEngine, LocalTurn
+from criticalkv.services.local import LocalEngine, LocalNode, LocalTurn
 from criticalkv.services.prefill.sinks import SpoolingSink
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.model.chat import Message, Part
@@ -112,16 +112,37 @@ def test_stored_kv_is_the_forwards_own_bit_for_bit(
             assert torch.equal(v[order], values[head])
 
 
-def test_a_needle_survives_at_a_tenth(engine: LocalEngine) -> None:
-    """The default policy, question unseen: a planted fact is still answered at 10 %."""
-    text = topics["comparisons"][:2500] + "\nThe secret code of the blue vault is 7391.\n"
-    context = engine.compress(text + topics["with"][:1500] + "\n\n")
-    turn = engine.ask(
-        context, "What is the secret code of the blue vault?", tier=0.1, max_tokens=24
+CODES = {"Paris": ("7391042", 60), "Lima": ("4825167", 200), "Cairo": ("9036218", 330)}
+
+
+def haystack() -> str:
+    """About 680 tokens with three needles."""
+    words = (topics["comparisons"] + topics["with"]).split()[:400]
+    for city, (code, at) in sorted(CODES.items(), key=lambda item: -item[1][1]):
+        words.insert(at, f"One of the special magic numbers for {city} is: {code}.")
+    return (
+        "Some special magic numbers are hidden within the following text. Make sure to memorize "
+        "it. I will quiz you about the numbers afterwards.\n" + " ".join(words)
     )
-    assert turn.start is not None
-    assert turn.start.retained_fraction < 0.105
-    assert "7391" in turn.text
+
+
+def recalled(engine: LocalEngine, context: LocalNode, tier: float) -> int:
+    """How many of the three facts are answered."""
+    count = 0
+    for city, (code, _) in CODES.items():
+        question = f"\nWhat is the special magic number for {city} mentioned in the provided text?"
+        count += code in engine.ask(context, question, tier=tier, max_tokens=24).text
+    return count
+
+
+def test_the_default_policy_keeps_facts_that_a_window_loses(engine: LocalEngine) -> None:
+    """Questions unseen at compression; the same cache read at three tiers."""
+    context = engine.compress(haystack(), policy="default")
+    assert recalled(engine, context, 1.0) == 3
+    assert recalled(engine, context, 0.3) == 3
+    assert recalled(engine, context, 0.1) >= 2
+    window = engine.compress(haystack(), policy="snapkv")
+    assert recalled(engine, window, 0.3) <= 1
 
 
 def message(text: str) -> Message:
