@@ -129,6 +129,69 @@ def attention_scores(
     return {name: sums[name] for name in reductions}
 
 
+def scored_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    *,
+    scaling: float,
+    prefix_k: Tensor | None = None,
+    prefix_v: Tensor | None = None,
+    prefix_cu: Tensor | None = None,
+    unscored: int = 0,
+    w_o: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend, and score `keys` from the same softmax: a replay chunk in one pass.
+
+    What query i of m sees; only the columns of `keys` and the rows from `unscored` on
+    are scored:
+
+        prefix (ragged)    keys               tail (the queries' own)
+        1 1 1 1            1 1 1 1 1 1        1 0 0
+        1 1 1 1            1 1 1 1 1 1        1 1 0
+        1 1 1 1            1 1 1 1 1 1        1 1 1
+
+    Args:
+        q: [num_q_heads, m, D], after RoPE.
+        keys: [num_kv_heads, n, D], after RoPE.
+        values: like keys.
+        tail_k: [num_kv_heads, m, D].
+        tail_v: like tail_k.
+        scaling: factor of the logits.
+        prefix_k: [Σ len_h, D] or None, head after head.
+        prefix_v: like prefix_k.
+        prefix_cu: integers [num_kv_heads + 1], cumulative lengths; on the CPU.
+        unscored: leading queries that attend without scoring.
+        w_o: [D_model, num_q_heads · D] for the sum of squares, or None.
+
+    Returns:
+        out [num_q_heads, m, D] in q's dtype; peak fp32 [num_kv_heads, group_size, n],
+        max_q A; and, with `w_o`, sumsq of the same shape, Σ_q A² / ‖o_q‖₂², o_q being the
+        layer's output of query q after W_O.
+    """
+    if q.shape[0] % keys.shape[0]:
+        raise ValueError(f"{q.shape[0]} query heads do not divide by {keys.shape[0]}")
+    if tail_k.shape[1] != q.shape[1]:
+        raise ValueError(f"{tail_k.shape[1]} tail keys for {q.shape[1]} queries")
+    if not 0 <= unscored < q.shape[1]:
+        raise ValueError(f"unscored must leave one of {q.shape[1]} queries, got {unscored}")
+    return reference.scored_attention(
+        q,
+        keys,
+        values,
+        tail_k,
+        tail_v,
+        scaling=scaling,
+        prefix_k=prefix_k,
+        prefix_v=prefix_v,
+        prefix_cu=prefix_cu,
+        unscored=unscored,
+        w_o=w_o,
+    )
+
+
 def ragged_attention(
     q: Tensor,
     prefix_k: Tensor,

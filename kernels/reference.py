@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MIN_NORM = 1e-12
+"""Norm of a layer's output below which it counts as this."""
+
 BLOCK_ELEMENTS = 1 << 20
 """Elements of an intermediate on a CPU, 4 MiB in fp32: measured best of 2^16 … 2^23."""
 
@@ -128,6 +131,69 @@ def _reduce(sums: dict[str, Tensor], probs: Tensor, weight: Tensor | None) -> No
     if "sumsq" in sums:
         weights = probs.new_ones(probs.shape[1]) if weight is None else weight
         sums["sumsq"] += weights @ probs.square_()
+
+
+def scored_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    *,
+    scaling: float,
+    prefix_k: Tensor | None,
+    prefix_v: Tensor | None,
+    prefix_cu: Tensor | None,
+    unscored: int,
+    w_o: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (out [Hq, m, D], peak [H, G, n], sumsq [H, G, n] or None)."""
+    heads, n, _ = keys.shape
+    m, group = q.shape[1], q.shape[0] // heads
+    grouped = q.view(heads, group, m, q.shape[2])
+    out = torch.empty_like(grouped)
+    peak = torch.zeros(heads, group, n, dtype=torch.float32, device=q.device)
+    sumsq = torch.zeros_like(peak) if w_o is not None else None
+    key_columns = _columns(keys, tail_k, prefix_k, prefix_cu)
+    value_columns = _columns(values, tail_v, prefix_v, prefix_cu)
+    # All heads of a block stay in memory: ‖o_q‖ needs every head's output.
+    row = group * sum(columns.shape[0] for columns in key_columns)
+    for begin, end in _query_blocks(m, row, 2 * _block_elements(q.device)):
+        probs = []
+        for h in range(heads):
+            # Plain matrices: a batched product over the group is half as fast on a CPU.
+            rows = (grouped[h, :, begin:end].float() * scaling).flatten(0, 1)
+            logits = (rows @ key_columns[h].T).view(group, end - begin, -1)
+            _hide_future(logits[..., n : n + m], begin)
+            probs.append(logits.softmax(-1))
+            attended = probs[h].flatten(0, 1) @ value_columns[h]
+            out[h, :, begin:end] = attended.view(group, end - begin, -1)
+        skip = max(0, unscored - begin)
+        if skip >= end - begin:
+            continue
+        weight = _inverse_square_norm(out[:, :, begin + skip : end], w_o)
+        for h in range(heads):
+            sums = {"max": peak[h]} if sumsq is None else {"max": peak[h], "sumsq": sumsq[h]}
+            _reduce(sums, probs[h][:, skip:, :n], weight)
+    return out.view_as(q), peak, sumsq
+
+
+def _columns(keys: Tensor, tail: Tensor, prefix: Tensor | None, cu: Tensor | None) -> list[Tensor]:
+    """Per head fp32 [n + m + len_h, D]: the scored columns, the tail, the ragged prefix."""
+    bounds = [0] * (keys.shape[0] + 1) if prefix is None or cu is None else cu.tolist()
+    past = keys[0, :0] if prefix is None else prefix
+    return [
+        torch.cat([keys[h], tail[h], past[a:b]]).float()
+        for h, (a, b) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def _inverse_square_norm(out: Tensor, w_o: Tensor | None) -> Tensor | None:
+    """1 / ‖o_q‖₂² of out [H, G, t, D], fp32 [t]."""
+    if w_o is None:
+        return None
+    norms = output_norms(out.flatten(0, 1), w_o)
+    return norms.clamp_min(MIN_NORM).square().reciprocal()
 
 
 def ragged_attention(

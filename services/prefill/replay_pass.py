@@ -74,8 +74,33 @@ class ReplayPass:
         scaling: float,
         window: int | None,
     ) -> Tensor:
-        """See AttentionPlan."""
+        """See AttentionPlan. Scores full-attention layers on the way."""
         self._check()
+        if window is not None:
+            return self._windowed(layer, query, key, value, scaling, window)
+        spooled, device = self._layers[layer], query.device
+        parent = self._chain.layer(layer, self._model.spec, device)
+        has_parent = parent.keys.shape[0] > 0
+        out, peak, sumsq = ops.scored_attention(
+            query,
+            spooled.keys.to(device),
+            spooled.values.to(device),
+            key,
+            value,
+            scaling=scaling,
+            prefix_k=parent.keys if has_parent else None,
+            prefix_v=parent.values if has_parent else None,
+            prefix_cu=parent.cu_seqlens if has_parent else None,
+            # Only the repeated tokens ask; the instruction's own queries do not count.
+            unscored=len(self._instruction),
+            w_o=self._model.w_o(layer) if uses_relative(self._policy) else None,
+        )
+        self._scorer.add_chunk(layer, peak, sumsq)
+        return out
+
+    def _windowed(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
+    ) -> Tensor:
         context = self._context(layer)
         begin = self._chain.next_position + self._layers[layer].keys.shape[1]
         positions = torch.arange(begin, begin + key.shape[1], device=key.device)
@@ -92,28 +117,7 @@ class ReplayPass:
             query_positions=positions,
             tail_positions=positions,
         )
-        if window is None:
-            self._score(layer, query, key, out, scaling)
         return out
-
-    def _score(self, layer: int, query: Tensor, key: Tensor, out: Tensor, scaling: float) -> None:
-        # Only the repeated tokens ask; the instruction's own queries do not count.
-        skip = len(self._instruction)
-        parent = self._chain.layer(layer, self._model.spec, key.device)
-        has_parent = parent.keys.shape[0] > 0
-        norms = None
-        if uses_relative(self._policy):
-            norms = ops.output_norms(out[:, skip:], self._model.w_o(layer))
-        self._scorer.add_chunk(
-            layer,
-            queries=query[:, skip:],
-            keys=self._layers[layer].keys.to(key.device),
-            tail_keys=key,
-            scaling=scaling,
-            output_norm=norms,
-            prefix_keys=parent.keys if has_parent else None,
-            prefix_cu=parent.cu_seqlens if has_parent else None,
-        )
 
     def _context(self, layer: int) -> RaggedLayer:
         spooled = self._layers[layer]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from criticalkv.kernels import ops
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scores import (
     LayerScores,
     critical_score,
     finite,
-    output_weight,
     relative_score,
     uses_critical,
     uses_relative,
@@ -30,46 +28,24 @@ class ReplayScorer:
         self._max: list[Tensor | None] = [None] * num_layers
         self._sumsq: list[Tensor | None] = [None] * num_layers
 
-    def add_chunk(
-        self,
-        layer: int,
-        *,
-        queries: Tensor,
-        keys: Tensor,
-        tail_keys: Tensor,
-        scaling: float,
-        output_norm: Tensor | None = None,
-        prefix_keys: Tensor | None = None,
-        prefix_cu: Tensor | None = None,
-    ) -> None:
-        """Add one layer's attention over one replay chunk.
+    def add_chunk(self, layer: int, peak: Tensor, sumsq: Tensor | None = None) -> None:
+        """Add what one layer's replay queries of one chunk attended to.
 
         Args:
             layer: index of the layer.
-            queries: [num_q_heads, m, head_dim], the replay's, after RoPE.
-            keys: [num_kv_heads, n, head_dim], the context's own, after RoPE.
-            tail_keys: [num_kv_heads, s ≥ m, head_dim], the replay's own keys, causal;
-                the queries are the last m of them.
-            scaling: factor of the logits.
-            output_norm: [m], ‖o_q‖₂; only relative scores need it.
-            prefix_keys: [Σ len_h, head_dim], the parent chain's kept keys.
-            prefix_cu: integers [num_kv_heads + 1].
+            peak: fp32 [num_kv_heads, group_size, n], max over the chunk's queries of A.
+            sumsq: same shape, Σ_q A²/‖o_q‖²; only relative scores need it.
+
+        Raises:
+            NumericsError: if a score holds NaN or infinity.
         """
-        reduced = ops.attention_scores(
-            queries,
-            keys,
-            scaling=scaling,
-            reductions=("max", "sumsq") if uses_relative(self._policy) else ("max",),
-            tail_keys=tail_keys,
-            prefix_keys=prefix_keys,
-            prefix_cu=prefix_cu,
-            query_weight=output_weight(output_norm, self._policy),
-        )
-        peak = finite(reduced["max"].amax(1), "attention scores")
+        highest = finite(peak.amax(1), "attention scores")
         before = self._max[layer]
-        self._max[layer] = peak if before is None else torch.maximum(before, peak)
+        self._max[layer] = highest if before is None else torch.maximum(before, highest)
         if uses_relative(self._policy):
-            sumsq, total = reduced["sumsq"], self._sumsq[layer]
+            if sumsq is None:
+                raise ValueError("relative scores need the sum of squares")
+            total = self._sumsq[layer]
             self._sumsq[layer] = sumsq if total is None else total + sumsq
 
     def layer_scores(self, layer: int, *, values: Tensor, w_o: Tensor) -> LayerScores:

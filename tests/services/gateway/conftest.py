@@ -17,9 +17,7 @@ import pytest
 import torch
 import uvicorn
 from openai import OpenAI
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from tiny_models import CHATML, byte_tokenizer
 
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
@@ -41,25 +39,8 @@ from criticalkv.shared.requests import (
 )
 from criticalkv.shared.store_client import StoreClient
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 HEAD_DIM = 4
 Event = DecodeStart | DecodeDelta | DecodeEnd
-
-
-def byte_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """One token per byte, and ChatML's special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>"
-    )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @dataclass(frozen=True)

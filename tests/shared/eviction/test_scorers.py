@@ -161,15 +161,16 @@ def test_window_needs_its_queries() -> None:
 def replay(policy: Policy, chunks: list[Layer]) -> LayerScores:
     scorer = ReplayScorer(policy, 2)
     for chunk in chunks:
-        scorer.add_chunk(
-            1,
-            queries=chunk.queries,
-            keys=chunks[0].keys,
-            tail_keys=chunk.tail,
+        reduced = ops.attention_scores(
+            chunk.queries,
+            chunks[0].keys,
             scaling=SCALING,
-            output_norm=chunk.output_norm,
+            reductions=("max", "sumsq"),
+            tail_keys=chunk.tail,
+            query_weight=chunk.output_norm.square().reciprocal(),
             **chunks[0].parent,
         )
+        scorer.add_chunk(1, reduced["max"], reduced["sumsq"])
     return scorer.layer_scores(1, values=chunks[0].values, w_o=chunks[0].w_o)
 
 
