@@ -31,7 +31,7 @@ from criticalkv.shared.errors import (
     OverloadedError,
 )
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
-from criticalkv.shared.model.attention import forward
+from criticalkv.shared.model.attention import LayerCall, forward
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.node_store import NodeStore
 from criticalkv.shared.publish import publish_dense
@@ -56,21 +56,12 @@ class BatchPlan:
         self._sequences = sequences
         self._counts = [len(s.next_tokens) for s in sequences]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """See AttentionPlan."""
         outs = []
-        parts = (t.split(self._counts, dim=1) for t in (query, key, value))
-        for sequence, q, k, v in zip(self._sequences, *parts, strict=True):
+        for sequence, own in zip(self._sequences, call.split(self._counts), strict=True):
             assert sequence.kv is not None
-            outs.append(sequence.kv.attend(layer, q, k, v, scaling, window))
+            outs.append(sequence.kv.attend(own))
         return torch.cat(outs, dim=1)
 
 

@@ -11,36 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from criticalkv.kernels import ops
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, dense_layer
 from criticalkv.shared.chain import Chain
+from criticalkv.shared.model.attention import LayerCall, attend_ragged
 from criticalkv.shared.model.loader import LoadedModel
 
 
 class SequenceKV(Protocol):
     """The KV of one running sequence: a fixed view of its chain, then its own turn."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
-        """Append the new tokens' KV of a layer and attend to everything visible.
+    def attend(self, call: LayerCall) -> Tensor:
+        """Append the call's keys and values to the turn's own; attend to all of it.
 
-        Args:
-            layer: decoder layer.
-            query: [num_q_heads, T, head_dim].
-            key: [num_kv_heads, T, head_dim], appended to the turn's own KV.
-            value: [num_kv_heads, T, head_dim].
-            scaling: factor of the logits.
-            window: sliding window in tokens by original position, or None.
-
-        Returns:
-            [num_q_heads, T, head_dim].
+        Returns [num_q_heads, T, head_dim].
         """
         ...
 
@@ -85,36 +68,10 @@ class MergedKV:
         self._first = first_position
         self._tails = [_Tail() for _ in prefix]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """See SequenceKV."""
-        keys, values = self._tails[layer].append(key, value)
-        prefix = self._prefix[layer]
-        end = self._first + keys.shape[1]
-        tail_positions = torch.arange(self._first, end, device=query.device) if window else None
-        out, _ = ops.ragged_attention(
-            query,
-            prefix.keys,
-            prefix.values,
-            prefix.cu_seqlens,
-            keys,
-            values,
-            scaling=scaling,
-            window=window,
-            prefix_positions=prefix.positions,
-            query_positions=tail_positions[-query.shape[1] :]
-            if tail_positions is not None
-            else None,
-            tail_positions=tail_positions,
-        )
-        return out
+        keys, values = self._tails[call.layer].append(call.key, call.value)
+        return attend_ragged(call, self._prefix[call.layer], keys, values, self._first)
 
     def own(self, num_tokens: int) -> RaggedCache:
         """See SequenceKV."""

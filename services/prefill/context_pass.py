@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from criticalkv.kernels import ops
 from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.chain import Chain
+from criticalkv.shared.model.attention import LayerCall, attend_ragged
 from criticalkv.shared.model.loader import LoadedModel
 
 
@@ -21,24 +20,14 @@ class LayerPass:
     """What one layer of the context pass computed.
 
     Attributes:
-        index: decoder layer.
-        query: [num_q_heads, n, head_dim], after RoPE.
-        key: [num_kv_heads, n, head_dim], after RoPE.
-        value: [num_kv_heads, n, head_dim].
+        call: the layer's queries, keys and values.
         out: [num_q_heads, n, head_dim], before W_O.
         prefix: the ancestors' entries that every query saw.
-        scaling: factor of the logits.
-        window: sliding window of this layer in tokens, or None.
     """
 
-    index: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    call: LayerCall
     out: Tensor
     prefix: RaggedLayer
-    scaling: float
-    window: int | None
 
 
 class LayerSink(Protocol):
@@ -66,34 +55,12 @@ class ContextPass:
         """Original position of the context's first token."""
         return self._chain.next_position
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """See AttentionPlan. Raises what `check` raises, between layers."""
         self._check()
-        prefix = self._chain.layer(layer, self._model.spec, self._model.device)
-        begin = self._chain.next_position
-        positions = torch.arange(begin, begin + key.shape[1], device=key.device) if window else None
-        out, _ = ops.ragged_attention(
-            query,
-            prefix.keys,
-            prefix.values,
-            prefix.cu_seqlens,
-            key,
-            value,
-            scaling=scaling,
-            window=window,
-            prefix_positions=prefix.positions,
-            query_positions=positions,
-            tail_positions=positions,
-        )
+        prefix = self._chain.layer(call.layer, self._model.spec, self._model.device)
+        out = attend_ragged(call, prefix, call.key, call.value, self._chain.next_position)
         started = time.perf_counter()
-        self._sink.take(LayerPass(layer, query, key, value, out, prefix, scaling, window))
+        self._sink.take(LayerPass(call, out, prefix))
         self.sink_s += time.perf_counter() - started
         return out

@@ -20,7 +20,7 @@ from criticalkv.shared.chain import Chain, merge_layers
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.replay import ReplayScorer
 from criticalkv.shared.eviction.scores import uses_relative
-from criticalkv.shared.model.attention import forward
+from criticalkv.shared.model.attention import LayerCall, attend_ragged, forward
 from criticalkv.shared.model.loader import LoadedModel
 
 INSTRUCTION = "\n\nRepeat the previous context exactly:\n\n"
@@ -65,58 +65,30 @@ class ReplayPass:
                     index, values=spooled.values.to(device), w_o=self._model.w_o(index)
                 )
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """See AttentionPlan. Scores full-attention layers on the way."""
         self._check()
-        if window is not None:
-            return self._windowed(layer, query, key, value, scaling, window)
-        spooled, device = self._layers[layer], query.device
-        parent = self._chain.layer(layer, self._model.spec, device)
+        if call.window is not None:
+            end = self._chain.next_position + self._layers[call.layer].keys.shape[1]
+            return attend_ragged(call, self._context(call.layer), call.key, call.value, end)
+        spooled, device = self._layers[call.layer], call.query.device
+        parent = self._chain.layer(call.layer, self._model.spec, device)
         has_parent = parent.keys.shape[0] > 0
         out, peak, sumsq = ops.scored_attention(
-            query,
+            call.query,
             spooled.keys.to(device),
             spooled.values.to(device),
-            key,
-            value,
-            scaling=scaling,
+            call.key,
+            call.value,
+            scaling=call.scaling,
             prefix_k=parent.keys if has_parent else None,
             prefix_v=parent.values if has_parent else None,
             prefix_cu=parent.cu_seqlens if has_parent else None,
             # Only the repeated tokens ask; the instruction's own queries do not count.
             unscored=len(self._instruction),
-            w_o=self._model.w_o(layer) if uses_relative(self._policy) else None,
+            w_o=self._model.w_o(call.layer) if uses_relative(self._policy) else None,
         )
-        self._scorer.add_chunk(layer, peak, sumsq)
-        return out
-
-    def _windowed(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int
-    ) -> Tensor:
-        context = self._context(layer)
-        begin = self._chain.next_position + self._layers[layer].keys.shape[1]
-        positions = torch.arange(begin, begin + key.shape[1], device=key.device)
-        out, _ = ops.ragged_attention(
-            query,
-            context.keys,
-            context.values,
-            context.cu_seqlens,
-            key,
-            value,
-            scaling=scaling,
-            window=window,
-            prefix_positions=context.positions,
-            query_positions=positions,
-            tail_positions=positions,
-        )
+        self._scorer.add_chunk(call.layer, peak, sumsq)
         return out
 
     def _context(self, layer: int) -> RaggedLayer:

@@ -68,9 +68,9 @@ class SpooledLayer:
     """Full KV of one layer, on the host."""
 
     def __init__(self, layer: LayerPass, scores: LayerScores | None) -> None:
-        self.keys = layer.key.contiguous().cpu()
-        self.values = layer.value.contiguous().cpu()
-        self.window = layer.window
+        self.keys = layer.call.key.contiguous().cpu()
+        self.values = layer.call.value.contiguous().cpu()
+        self.window = layer.call.window
         self.scores = scores
 
 
@@ -133,26 +133,27 @@ def own_scores(
         scores, then the keys and values they are about and the position of the first: a
         sliding-window layer is cut to its last `window` entries and keeps them all.
     """
-    heads, n, _ = layer.key.shape
-    if policy is None or layer.window is not None:
-        begin = _cut_start(n, layer.window)
-        scores = LayerScores.everything(heads, n - begin, layer.key.device)
-        return scores, layer.key[:, begin:], layer.value[:, begin:], first_position + begin
-    w_o = model.w_o(layer.index)
-    queries, out = layer.query[:, -policy.window :], layer.out[:, -policy.window :]
+    call = layer.call
+    heads, n, _ = call.key.shape
+    if policy is None or call.window is not None:
+        begin = _cut_start(n, call.window)
+        scores = LayerScores.everything(heads, n - begin, call.key.device)
+        return scores, call.key[:, begin:], call.value[:, begin:], first_position + begin
+    w_o = model.w_o(call.layer)
+    queries, out = call.query[:, -policy.window :], layer.out[:, -policy.window :]
     has_prefix = layer.prefix.keys.shape[0] > 0
     scores = make_window_scores(
         policy,
         queries=queries,
-        keys=layer.key,
-        values=layer.value,
+        keys=call.key,
+        values=call.value,
         w_o=w_o,
-        scaling=layer.scaling,
+        scaling=call.scaling,
         output_norm=ops.output_norms(out, w_o) if uses_relative(policy) else None,
         prefix_keys=layer.prefix.keys if has_prefix else None,
         prefix_cu=layer.prefix.cu_seqlens if has_prefix else None,
     )
-    return scores, layer.key, layer.value, first_position
+    return scores, call.key, call.value, first_position
 
 
 def _cut_start(n: int, window: int | None) -> int:

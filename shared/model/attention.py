@@ -8,41 +8,88 @@ one model serves any number of concurrent plans.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from criticalkv.kernels import ops
+from criticalkv.shared.cache.ragged import RaggedLayer
+
 IMPLEMENTATION = "criticalkv"
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One layer's attention, as the model's forward asks for it.
+
+    Attributes:
+        layer: decoder layer.
+        query: [num_q_heads, T, head_dim], after norm and RoPE.
+        key: [num_kv_heads, T, head_dim], after norm and RoPE.
+        value: [num_kv_heads, T, head_dim].
+        scaling: factor of the logits.
+        window: sliding window in tokens, or None.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    window: int | None
+
+    def split(self, counts: Sequence[int]) -> Iterator[LayerCall]:
+        """Cut a flattened batch into its sequences, `counts` tokens each."""
+        parts = (t.split(list(counts), dim=1) for t in (self.query, self.key, self.value))
+        for query, key, value in zip(*parts, strict=True):
+            yield replace(self, query=query, key=key, value=value)
 
 
 class AttentionPlan(Protocol):
     """Decides what the tokens of one forward pass attend to."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
-        """Return the attention output of one layer.
-
-        Args:
-            layer: decoder layer.
-            query: [num_q_heads, T, head_dim], after norm and RoPE.
-            key: [num_kv_heads, T, head_dim], after norm and RoPE.
-            value: [num_kv_heads, T, head_dim].
-            scaling: factor of the logits.
-            window: sliding window in tokens, or None.
-
-        Returns:
-            [num_q_heads, T, head_dim], in the query's dtype.
-        """
+    def attend(self, call: LayerCall) -> Tensor:
+        """Return the attention output, [num_q_heads, T, head_dim], in the query's dtype."""
         ...
+
+
+def attend_ragged(
+    call: LayerCall, prefix: RaggedLayer, keys: Tensor, values: Tensor, first_position: int
+) -> Tensor:
+    """Attend to a chain's kept entries and to a dense tail that starts after it.
+
+    Args:
+        call: whose queries are the last of the tail.
+        prefix: entries that every query may see.
+        keys: [num_kv_heads, S, head_dim], the tail.
+        values: like keys.
+        first_position: original position of the tail's first token.
+
+    Returns:
+        [num_q_heads, T, head_dim].
+    """
+    positions = None
+    if call.window is not None:
+        end = first_position + keys.shape[1]
+        positions = torch.arange(first_position, end, device=keys.device)
+    out, _ = ops.ragged_attention(
+        call.query,
+        prefix.keys,
+        prefix.values,
+        prefix.cu_seqlens,
+        keys,
+        values,
+        scaling=call.scaling,
+        window=call.window,
+        prefix_positions=prefix.positions,
+        query_positions=None if positions is None else positions[-call.query.shape[1] :],
+        tail_positions=positions,
+    )
+    return out
 
 
 class CacheShell:
@@ -70,7 +117,7 @@ def _attention(
     # No mask is registered for this name, so transformers must have made none.
     assert attention_mask is None
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = plan.attend(layer, query[0], key[0], value[0], scaling, sliding_window)
+    out = plan.attend(LayerCall(layer, query[0], key[0], value[0], scaling, sliding_window))
     return out.transpose(0, 1).unsqueeze(0), None
 
 

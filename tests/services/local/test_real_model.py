@@ -96,7 +96,7 @@ def test_stored_kv_is_the_forwards_own_bit_for_bit(
     take = SpoolingSink.take
 
     def tee(self: SpoolingSink, layer: Any) -> None:
-        seen.append((layer.key.clone(), layer.value.clone()))
+        seen.append((layer.call.key.clone(), layer.call.value.clone()))
         take(self, layer)
 
     monkeypatch.setattr(SpoolingSink, "take", tee)

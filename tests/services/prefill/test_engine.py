@@ -140,9 +140,9 @@ def test_a_layer_is_sent_before_the_next_one_is_computed(
     events: list[str] = []
     attend, send = context_pass.ContextPass.attend, MemoryWriter.send
 
-    def noting_attend(self: Any, layer: int, *args: Any) -> Any:
-        events.append(f"attend {layer}")
-        return attend(self, layer, *args)
+    def noting_attend(self: Any, call: Any) -> Any:
+        events.append(f"attend {call.layer}")
+        return attend(self, call)
 
     def noting_send(self: Any, payload: Any) -> None:
         events.append("send")
@@ -163,9 +163,9 @@ def test_cancel_between_layers_publishes_nothing(
     cancelled, layers = threading.Event(), []
     attend = context_pass.ContextPass.attend
 
-    def cancelling(self: Any, layer: int, *args: Any) -> Any:
-        out = attend(self, layer, *args)
-        layers.append(layer)
+    def cancelling(self: Any, call: Any) -> Any:
+        out = attend(self, call)
+        layers.append(call.layer)
         cancelled.set()
         return out
 
