@@ -19,7 +19,7 @@ from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
 from criticalkv.shared.cache.wire import TORCH_DTYPE, LayerAssembler, cache_of
 from criticalkv.shared.errors import ContextLengthError, CorruptNodeError, NodeMissingError
-from criticalkv.shared.identity import NodeId, resolve_tier
+from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.spec import ModelSpec
 from criticalkv.shared.node_store import NodeStore
 
@@ -120,14 +120,11 @@ class NodeCache:
         """Bytes of KV held."""
         return self._bytes
 
-    def get(self, node_id: NodeId, wanted: str | None) -> ChainNode | None:
-        """Return the node at `wanted`, if what is held can serve exactly that read."""
+    def get(self, node_id: NodeId, tier: str) -> ChainNode | None:
+        """Return the node at exactly `tier`, if what is held includes it."""
         with self._lock:
             node = self._nodes.get(node_id)
-            if node is None:
-                return None
-            tier = resolve_tier(node.manifest.tiers, wanted)
-            if tier not in node.cache.tiers:
+            if node is None or tier not in node.cache.tiers:
                 return None
             self._nodes.move_to_end(node_id)
         return ChainNode(node.manifest, node.cache.at_tier(tier))
@@ -166,9 +163,7 @@ class ChainLoader:
         self,
         leaf: NodeId | None,
         salt: str,
-        *,
-        tier: str | None = None,
-        view: Sequence[str] | None = None,
+        view: Sequence[str],
         check: Callable[[], None] = lambda: None,
     ) -> Chain:
         """Return the chain that ends in `leaf`.
@@ -176,29 +171,28 @@ class ChainLoader:
         Args:
             leaf: last node, or None for an empty chain.
             salt: the requester's salt; a node of another one is a miss.
-            tier: read tier of every node; None = the highest stored.
-            view: instead of `tier`, the exact tier per node, root first.
+            view: exact tier to read each node at, root first, leaf last.
             check: called before each node; may raise to stop.
 
         Raises:
-            NodeMissingError: if a node is absent, damaged, or not of this model.
+            NodeMissingError: if a node is absent, damaged, not of this model, or not
+                stored at its tier of the view.
             ContextLengthError: if the chain is longer than the model's positions.
         """
         if leaf is None:
             return Chain()
+        if not view:
+            raise NodeMissingError.of(leaf, "no view was given to read it at")
         started = time.perf_counter()
         pulled = [0]
-        last = self._node(leaf, view[-1] if view else tier, salt, pulled)
-        tiers = list(view[:-1]) if view else [tier] * len(last.manifest.ancestors)
-        if len(tiers) != len(last.manifest.ancestors):
+        last = self._node(leaf, view[-1], salt, pulled)
+        if len(view) != len(last.manifest.ancestors) + 1:
             raise NodeMissingError.of(leaf, "its chain and the wanted view differ in length")
         nodes = []
-        for node_id, wanted in zip(last.manifest.ancestors, tiers, strict=True):
+        for node_id, tier in zip(last.manifest.ancestors, view, strict=False):
             check()
-            nodes.append(self._node(node_id, wanted, salt, pulled))
+            nodes.append(self._node(node_id, tier, salt, pulled))
         chain = Chain((*nodes, last), pulled[0], 1e3 * (time.perf_counter() - started))
-        if view and chain.view != tuple(view):
-            raise NodeMissingError.of(leaf, f"view {view} is not stored, only {chain.view}")
         if chain.next_position >= self._spec.max_positions:
             raise ContextLengthError(
                 f"the context has {chain.next_position} tokens; the model's limit is "
@@ -214,18 +208,22 @@ class ChainLoader:
         """Drop a node from the local cache."""
         self._cache.drop(node_id)
 
-    def _node(self, node_id: NodeId, wanted: str | None, salt: str, pulled: list[int]) -> ChainNode:
-        node = self._cache.get(node_id, wanted)
+    def _node(self, node_id: NodeId, tier: str, salt: str, pulled: list[int]) -> ChainNode:
+        node = self._cache.get(node_id, tier)
         if node is None:
-            node = self._pull(node_id, wanted, pulled)
+            node = self._pull(node_id, tier, pulled)
             self._cache.put(node)
         self._check(node.manifest, salt)
         return node
 
-    def _pull(self, node_id: NodeId, wanted: str | None, pulled: list[int]) -> ChainNode:
+    def _pull(self, node_id: NodeId, tier: str, pulled: list[int]) -> ChainNode:
         try:
-            with self._store.open_get(node_id, tier=wanted) as reader:
-                manifest, tier = reader.manifest, reader.tier
+            with self._store.open_get(node_id, tier=tier) as reader:
+                manifest = reader.manifest
+                if reader.tier != tier:
+                    raise NodeMissingError.of(
+                        node_id, f"tier {tier} is not stored, only {', '.join(manifest.tiers)}"
+                    )
                 layers: list[RaggedLayer] = []
                 assembler = None
                 for index, payload in reader:

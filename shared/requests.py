@@ -73,12 +73,15 @@ class DecodeRequest(_Message):
     """Run `token_ids` after the chain that ends in `parent`, then generate.
 
     The new node's ids are `token_ids` plus what is generated; it is published under
-    `parent` at the view the chain is read at.
+    `parent` at `view`. The caller fixes the view, so that it does not depend on what a
+    replica happens to hold.
     """
 
     request_id: str
     parent: str | None = Field(default=None, pattern=HEX64)
-    tier: str | None = Field(default=None, description="read tier; None = highest stored")
+    view: tuple[str, ...] = Field(
+        default=(), description="tier to read each node of the chain at, root first, parent last"
+    )
     token_ids: tuple[int, ...] = Field(min_length=1, description="pending ids included")
     salt: str = Field(pattern=HEX64)
     sampling: Sampling

@@ -187,7 +187,7 @@ class _Bench:
         request = DecodeRequest(
             request_id="bench",
             parent=node_id,
-            tier=tier,
+            view=(tier,),
             token_ids=tuple(self._model.chat.encode_content(QUESTION)),
             salt=self._salt,
             sampling=Sampling(max_tokens=2, ignore_eos=True),

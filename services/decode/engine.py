@@ -173,7 +173,7 @@ class DecodeEngine:
         sequence.chain = self._loader.load(
             request.parent,
             request.salt,
-            tier=request.tier,
+            view=request.view,
             check=lambda: _check_alive(sequence),
         )
         self._check_length(sequence)

@@ -256,7 +256,7 @@ class Turn:
         return DecodeRequest(
             request_id=self._handles[index],
             parent=plan.parent.id if plan.parent else None,
-            tier=self._request.criticalkv.read_tier,
+            view=plan.parent.view(self._request.criticalkv.read_tier) if plan.parent else (),
             token_ids=plan.token_ids,
             salt=self._base.salt,
             sampling=self._sampling(plan, index),

@@ -143,8 +143,7 @@ class LocalEngine:
     ) -> LocalNode:
         """Compress raw tokens, alone or after `parent` read at `tier`."""
         manifests = self._chain(parent)
-        wanted = None if tier is None else canonical_tier(tier)
-        view = tuple(resolve_tier(m.tiers, wanted) for m in manifests)
+        view = self._view(parent, tier)
         spec = self.model.spec
         name = policy if policy == POLICY_DENSE else Policy.parse(policy).canonical()
         identity = Identity(
@@ -215,7 +214,7 @@ class LocalEngine:
         request = DecodeRequest(
             request_id=secrets.token_hex(8),
             parent=parent.node_id if parent else None,
-            tier=None if tier is None else canonical_tier(tier),
+            view=self._view(parent, tier),
             token_ids=tuple(token_ids),
             salt=SALT,
             sampling=Sampling(max_tokens=max_tokens, **sampling),
@@ -243,6 +242,10 @@ class LocalEngine:
         """Return a node's manifest: tiers, bytes, lengths per head."""
         with self.store.open_get(node.node_id) as reader:
             return reader.manifest
+
+    def _view(self, leaf: LocalNode | None, tier: float | str | None) -> tuple[str, ...]:
+        wanted = None if tier is None else canonical_tier(tier)
+        return tuple(resolve_tier(m.tiers, wanted) for m in self._chain(leaf))
 
     def _chain(self, leaf: LocalNode | None) -> list[Manifest]:
         if leaf is None:

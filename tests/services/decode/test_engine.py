@@ -181,7 +181,7 @@ def iter_until(events: queue.Queue[Any], count: int) -> list[DecodeEnd]:
 
 def test_missing_parent_is_a_miss(local: LocalEngine) -> None:
     with pytest.raises(NodeMissingError):
-        list(local.decode.generate(request(parent="ab" * 32)))
+        list(local.decode.generate(request(parent="ab" * 32, view=("1",))))
     assert local.decode.in_flight == 0
 
 
@@ -190,7 +190,7 @@ def test_another_tenants_node_is_a_miss(local: LocalEngine) -> None:
     with pytest.raises(NodeMissingError):
         list(
             local.decode.generate(
-                request(parent=context.node_id, salt=tenant_salt("somebody else"))
+                request(parent=context.node_id, view=("1",), salt=tenant_salt("somebody else"))
             )
         )
 
@@ -203,7 +203,7 @@ def test_another_models_node_is_a_miss(tiny_model: Factory) -> None:
     ):
         context = one.compress_tokens(IDS, policy="dense")
         with pytest.raises(NodeMissingError):
-            list(two.decode.generate(request(parent=context.node_id)))
+            list(two.decode.generate(request(parent=context.node_id, view=("1",))))
 
 
 def test_positions_are_limited_over_the_whole_chain(local: LocalEngine) -> None:

@@ -25,7 +25,7 @@ from criticalkv.services.store.process import StoreProcess
 from criticalkv.shared.cache.ragged import RaggedLayer, cu_seqlens_of
 from criticalkv.shared.config import Config, GatewayConfig
 from criticalkv.shared.errors import NodeMissingError
-from criticalkv.shared.identity import POLICY_DENSE, Identity, resolve_tier, tokens_digest
+from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.chat import ChatTemplate, tokenizer_digest
 from criticalkv.shared.publish import NodePublisher
 from criticalkv.shared.requests import (
@@ -121,7 +121,11 @@ class ScriptedWorkers:
         for stat in stats:
             if not stat.present:
                 raise NodeMissingError.of(stat.node_id, "absent")
-        view = tuple(resolve_tier(stat.tiers, request.tier) for stat in stats)
+        view = request.view
+        assert len(view) == len(stats)
+        for stat, tier in zip(stats, view, strict=True):
+            if tier not in stat.tiers:
+                raise NodeMissingError.of(stat.node_id, f"not stored at {tier}")
         return (*leaf.ancestors, request.parent), view, leaf.next_position
 
     def _prefill(self, request: PrefillRequest) -> PrefillResult:

@@ -110,7 +110,7 @@ def test_sampling_reaches_decode(gateway: Any) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.3, 0.9, 40)
     assert (sampling.seed, sampling.stop, sampling.max_tokens) == (11, ("x", "y"), 9)
     assert sampling.logprobs == 4
-    assert request.tier == "0.1"
+    assert request.view == ("0.1",)
 
 
 def test_temperature_is_one_and_the_seed_is_fresh_by_default(gateway: Any) -> None:
