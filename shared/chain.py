@@ -23,6 +23,9 @@ from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.spec import ModelSpec
 from criticalkv.shared.node_store import NodeStore
 
+MAX_CHAIN = 512
+"""Longest chain; its ids and view must fit into a manifest's header."""
+
 
 @dataclass(frozen=True)
 class ChainNode:
@@ -192,6 +195,11 @@ class ChainLoader:
         for node_id, tier in zip(last.manifest.ancestors, view, strict=False):
             check()
             nodes.append(self._node(node_id, tier, salt, pulled))
+        if len(nodes) >= MAX_CHAIN:
+            raise ContextLengthError(
+                f"the conversation has {len(nodes) + 1} nodes, the limit is {MAX_CHAIN}; "
+                "send its messages as a new context"
+            )
         chain = Chain((*nodes, last), pulled[0], 1e3 * (time.perf_counter() - started))
         if chain.next_position >= self._spec.max_positions:
             raise ContextLengthError(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -80,10 +80,22 @@ class NodeStore(Protocol):
         attempt: str,
         *,
         lease_token: str = "",
+        ancestors: Sequence[NodeId] = (),
         expected_bytes: int = 0,
         timeout_s: float = 600.0,
+        check: Callable[[], None] | None = None,
     ) -> Writer:
-        """Start to write a node."""
+        """Start to write a node.
+
+        Args:
+            node_id: its name.
+            attempt: random id of this writer.
+            lease_token: proves the right to publish, if a lease is held.
+            ancestors: root first; kept alive while this node is written.
+            expected_bytes: of payload, for an early refusal; 0 = unknown.
+            timeout_s: of the whole put.
+            check: called while waiting; what it raises ends the put.
+        """
         ...
 
     def open_get(

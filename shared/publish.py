@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -40,9 +40,12 @@ class NodePublisher:
         attempt: str,
         *,
         lease_token: str = "",
+        ancestors: Sequence[str] = (),
         expected_bytes: int = 0,
         timeout_s: float = 600.0,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        self._ancestors = tuple(ancestors)
         self._identity = identity
         self._attempt = attempt
         self._segments: list[Segment] = []
@@ -51,8 +54,10 @@ class NodePublisher:
             identity.node_id,
             attempt,
             lease_token=lease_token,
+            ancestors=self._ancestors,
             expected_bytes=expected_bytes,
             timeout_s=timeout_s,
+            check=check,
         )
 
     def __enter__(self) -> NodePublisher:
@@ -88,7 +93,6 @@ class NodePublisher:
         self,
         *,
         token_ids: Sequence[int],
-        ancestors: Sequence[str],
         next_position: int,
         head_dim: int,
         tiers: Sequence[str],
@@ -106,7 +110,7 @@ class NodePublisher:
         manifest = Manifest(
             identity=self._identity,
             attempt=self._attempt,
-            ancestors=tuple(ancestors),
+            ancestors=self._ancestors,
             num_tokens=len(token_ids),
             next_position=next_position,
             pending_ids=tuple(pending_ids),
@@ -122,7 +126,7 @@ class NodePublisher:
         record = TokenRecord(
             identity=self._identity,
             token_ids=tuple(token_ids),
-            ancestors=tuple(ancestors),
+            ancestors=self._ancestors,
             pending_ids=tuple(pending_ids),
             store_tier=tiers[-1],
         )
@@ -141,14 +145,21 @@ def publish_dense(
     pending_ids: Sequence[int] = (),
     prefill_ms: float = 0.0,
     ttl_ms: int = 0,
+    timeout_s: float = 600.0,
 ) -> Published:
     """Publish a node that keeps every entry, such as a turn."""
-    with NodePublisher(store, identity, attempt, expected_bytes=cache.nbytes) as publisher:
+    with NodePublisher(
+        store,
+        identity,
+        attempt,
+        ancestors=ancestors,
+        expected_bytes=cache.nbytes,
+        timeout_s=timeout_s,
+    ) as publisher:
         for index, layer in enumerate(cache.layers):
             publisher.send(layer, cache.tier_lens[:, index])
         return publisher.commit(
             token_ids=token_ids,
-            ancestors=ancestors,
             next_position=cache.next_position,
             head_dim=cache.layers[0].keys.shape[1],
             tiers=cache.tiers,

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -45,8 +46,11 @@ from criticalkv.shared.requests import (
 
 log = logging.getLogger(__name__)
 
-IO_THREADS = 4
+T = TypeVar("T")
+IO_THREADS = 4  # to pull chains; as many again to publish turns
 IDLE_WAIT_S = 0.05
+PUBLISH_TIMEOUT_S = 30.0
+MAX_FAILED_STEPS = 3  # in a row; then the replica asks to be replaced
 
 
 class BatchPlan:
@@ -78,18 +82,23 @@ class DecodeEngine:
         self._loader = ChainLoader(store, model.spec, NodeCache(config.node_cache_mb << 20))
         self._pool: KVPool = MergedKVPool(model)
         self._lock = threading.Lock()
-        self._in_flight = 0
         self._ready: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
         self._running: list[Sequence] = []
+        self._live: set[Sequence] = set()
+        # Only sequences with a slot hold KV of their own.
+        self._slots = threading.Semaphore(config.max_num_seqs)
+        self._failed_steps = 0
         self._closed = threading.Event()
-        self._io = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-io")
+        # Apart, so that hanging publications never keep a new request waiting.
+        self._opening = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-open")
+        self._closing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-publish")
         self._thread = threading.Thread(target=self._loop, name="decode-step", daemon=True)
         self._thread.start()
 
     @property
     def in_flight(self) -> int:
         """Requests accepted and not yet ended."""
-        return self._in_flight
+        return len(self._live)
 
     @property
     def running(self) -> int:
@@ -107,15 +116,15 @@ class DecodeEngine:
         """
         limit = self._config.max_num_seqs + self._config.max_queued
         with self._lock:
-            if self._closed.is_set() or self._in_flight >= limit:
+            if self._closed.is_set() or len(self._live) >= limit:
                 raise OverloadedError(
                     f"decode replica has {limit} requests in flight", retry_after_s=1.0
                 )
-            self._in_flight += 1
-        sequence = Sequence(
-            request, emit, self._model, deadline=time.monotonic() + request.deadline_s
-        )
-        self._io.submit(self._guarded, sequence, self._open)
+            sequence = Sequence(
+                request, emit, self._model, deadline=time.monotonic() + request.deadline_s
+            )
+            self._live.add(sequence)
+        self._opening.submit(self._guarded, sequence, self._open)
         return sequence
 
     def generate(self, request: DecodeRequest) -> Iterator[DecodeStart | DecodeDelta | DecodeEnd]:
@@ -130,7 +139,7 @@ class DecodeEngine:
         sequence = self.submit(request, events.put)
         try:
             while True:
-                event = events.get(timeout=request.deadline_s + 30)
+                event = _next(events, request.deadline_s + PUBLISH_TIMEOUT_S)
                 if isinstance(event, CriticalKVError):
                     raise event
                 yield event
@@ -140,12 +149,15 @@ class DecodeEngine:
             sequence.cancelled.set()
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the step thread is gone.
+        """Raise RuntimeError if the step thread is gone or every step fails.
 
         The store's health is not ours: replacing replicas would not bring it back.
         """
         if not self._thread.is_alive():
             raise RuntimeError("the decode step thread has died")
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            # After some device errors nothing works again in this process.
+            raise RuntimeError(f"the last {self._failed_steps} decode steps failed")
 
     def warm_up(self) -> None:
         """Run one short turn, so that the first request pays for no first time."""
@@ -160,11 +172,14 @@ class DecodeEngine:
             pass
 
     def close(self) -> None:
-        """Stop; running sequences end as cancelled."""
+        """Stop. Running turns end as cancelled, waiting ones with an error."""
         self._closed.set()
         self._ready.put(None)
-        self._thread.join(timeout=30)
-        self._io.shutdown(wait=True)
+        self._thread.join(timeout=PUBLISH_TIMEOUT_S)
+        self._opening.shutdown(wait=True, cancel_futures=True)
+        self._closing.shutdown(wait=True)
+        for sequence in list(self._live):
+            self._fail(sequence, CancelledError("the decode worker is stopping"))
 
     # -- beside the step thread ------------------------------------------------
 
@@ -174,10 +189,16 @@ class DecodeEngine:
             request.parent,
             request.salt,
             view=request.view,
-            check=lambda: _check_alive(sequence),
+            check=lambda: self._check_alive(sequence),
         )
         self._check_length(sequence)
-        sequence.kv = self._pool.open(sequence.chain)
+        self._take_slot(sequence)
+        kv = self._pool.open(sequence.chain)
+        with self._lock:
+            sequence.kv = kv if sequence in self._live else None
+        if sequence.kv is None:
+            self._pool.close(kv)
+            return
         chain = sequence.chain
         sequence.emit(
             DecodeStart(
@@ -190,6 +211,22 @@ class DecodeEngine:
             )
         )
         self._ready.put(sequence)
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        while not self._slots.acquire(timeout=IDLE_WAIT_S):
+            self._check_alive(sequence)
+        with self._lock:
+            sequence.has_slot = sequence in self._live
+        if not sequence.has_slot:  # it was given up meanwhile
+            self._slots.release()
+            raise CancelledError("the request was cancelled")
+        self._check_alive(sequence)
+
+    def _check_alive(self, sequence: Sequence) -> None:
+        if sequence.cancelled.is_set() or self._closed.is_set():
+            raise CancelledError("the request was cancelled")
+        if time.monotonic() > sequence.deadline:
+            raise DeadlineError("the request's deadline has passed")
 
     def _check_length(self, sequence: Sequence) -> None:
         request, limit = sequence.request, self._model.spec.max_positions
@@ -210,11 +247,13 @@ class DecodeEngine:
             try:
                 stored = self._publish(sequence, identity)
                 node_id = identity.node_id
-            except CriticalKVError as failure:
+            except Exception as failure:
                 # The answer is good; only its reuse is lost, and the client is told.
-                log.warning("turn %s not published: %s", identity.node_id[:16], failure.message)
-                error = failure.message
-        self._end(sequence)
+                log.warning("turn %s not published", identity.node_id[:16], exc_info=True)
+                known = isinstance(failure, CriticalKVError)
+                error = str(failure) if known else f"publishing failed: {type(failure).__name__}"
+        if not self._end(sequence):
+            return
         assert sequence.finish_reason is not None
         sequence.emit(
             DecodeEnd(
@@ -244,6 +283,7 @@ class DecodeEngine:
             attempt=secrets.token_hex(16),
             prefill_ms=1e3 * (time.perf_counter() - sequence.started),
             ttl_ms=sequence.request.ttl_ms,
+            timeout_s=PUBLISH_TIMEOUT_S,
         )
         self._loader.keep(published.manifest, cache)
         return published.stored_bytes
@@ -272,23 +312,29 @@ class DecodeEngine:
             self._fail(sequence, CriticalKVError(f"decode failed: {type(error).__name__}"))
 
     def _fail(self, sequence: Sequence, error: CriticalKVError) -> None:
-        self._end(sequence)
-        sequence.emit(error)
+        if self._end(sequence):
+            sequence.emit(error)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence) -> bool:
+        """Free what a sequence holds; return whether this call was the one that ended it."""
+        with self._lock:
+            if sequence not in self._live:
+                return False
+            self._live.remove(sequence)
         if sequence.kv is not None:
             self._pool.close(sequence.kv)
             sequence.kv = None
         sequence.chain = Chain()
-        with self._lock:
-            self._in_flight -= 0 if sequence.ended else 1
-            sequence.ended = True
+        if sequence.has_slot:
+            self._slots.release()
+        return True
 
     # -- the step thread -------------------------------------------------------
 
     def _loop(self) -> None:
         while not self._closed.is_set():
             self._admit()
+            self._sweep()
             self._retire()
             if self._running:
                 self._step()
@@ -297,7 +343,7 @@ class DecodeEngine:
         self._retire()
 
     def _admit(self) -> None:
-        while len(self._running) < self._config.max_num_seqs:
+        while True:
             try:
                 timeout = None if self._running else IDLE_WAIT_S
                 sequence = self._ready.get(block=not self._running, timeout=timeout)
@@ -305,7 +351,18 @@ class DecodeEngine:
                 return
             if sequence is None:
                 return
-            self._running.append(sequence)
+            if sequence in self._live:
+                self._running.append(sequence)
+
+    def _sweep(self) -> None:
+        """End requests that wait for their turn and have been given up."""
+        with self._lock:
+            waiting = [s for s in self._live if s.finish_reason is None]
+        for sequence in set(waiting) - set(self._running):
+            try:
+                self._check_alive(sequence)
+            except CriticalKVError as error:
+                self._fail(sequence, error)
 
     def _retire(self) -> None:
         for sequence in list(self._running):
@@ -313,7 +370,7 @@ class DecodeEngine:
                 sequence.finish("cancelled")
             if sequence.finish_reason is not None:
                 self._running.remove(sequence)
-                self._io.submit(self._guarded, sequence, self._close)
+                self._closing.submit(self._guarded, sequence, self._close)
             elif time.monotonic() > sequence.deadline:
                 self._running.remove(sequence)
                 self._fail(sequence, DeadlineError("the request's deadline has passed"))
@@ -324,16 +381,26 @@ class DecodeEngine:
             logits = self._forward(batch)
         except Exception as error:
             log.exception("decode step failed")
+            self._failed_steps += 1
             for sequence in batch:
                 self._running.remove(sequence)
                 self._fail(sequence, CriticalKVError(f"decode failed: {type(error).__name__}"))
             return
+        self._failed_steps = 0
         for sequence, row in zip(batch, logits, strict=True):
-            try:
-                sequence.accept(row)
-            except CriticalKVError as error:
-                self._running.remove(sequence)
-                self._fail(sequence, error)
+            self._accept(sequence, row)
+
+    def _accept(self, sequence: Sequence, logits: Tensor) -> None:
+        # One sequence's trouble is its own: the thread and the others go on.
+        try:
+            return sequence.accept(logits)
+        except CriticalKVError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("a token could not be taken")
+            error = CriticalKVError(f"decode failed: {type(failure).__name__}")
+        self._running.remove(sequence)
+        return self._fail(sequence, error)
 
     def _forward(self, batch: list[Sequence]) -> Tensor:
         device = self._model.device
@@ -354,8 +421,8 @@ class DecodeEngine:
         return logits.float().cpu()
 
 
-def _check_alive(sequence: Sequence) -> None:
-    if sequence.cancelled.is_set():
-        raise CancelledError("the request was cancelled")
-    if time.monotonic() > sequence.deadline:
-        raise DeadlineError("the request's deadline has passed")
+def _next(events: queue.SimpleQueue[T], timeout_s: float) -> T:
+    try:
+        return events.get(timeout=timeout_s)
+    except queue.Empty:
+        raise DeadlineError("the decode engine gave no answer in time") from None

@@ -29,7 +29,8 @@ class Sampler:
             raise NumericsError("the model produced non-finite logits")
         if self._sampling.temperature == 0:
             return int(logits.argmax())
-        return self._draw(logits.double() / self._sampling.temperature)
+        # Relative to the largest: the quotient may fall to −∞ but never overflow upwards.
+        return self._draw((logits - logits.max()).double() / self._sampling.temperature)
 
     def _draw(self, logits: Tensor) -> int:
         order = torch.sort(logits, descending=True, stable=True)

@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Emit = Callable[[DecodeStart | DecodeDelta | DecodeEnd | CriticalKVError], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """State of one request between submission and its terminal event.
 
@@ -45,7 +45,7 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     forwarded: int = 0
     finish_reason: FinishReason | None = None
-    ended: bool = False
+    has_slot: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.perf_counter)
 

@@ -37,7 +37,7 @@ class TextStream:
 
     def push(self, token_id: int) -> StopMatch | None:
         """Add a token; return the match if a stop string is now complete."""
-        piece = self._stream.step(self._backend, token_id)
+        piece = self._step(token_id)
         self._open += 1
         if piece is None:
             return None
@@ -60,6 +60,15 @@ class TextStream:
     def settled_tokens(self) -> int:
         """Tokens whose whole text has been shown."""
         return sum(1 for end in self._ends if end <= self._shown)
+
+    def _step(self, token_id: int) -> str | None:
+        try:
+            return self._stream.step(self._backend, token_id)
+        except Exception:
+            # The decoder found bytes that can never become a character; it says so with a
+            # bare Exception. What it held back is lost; the text goes on from here.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._backend, token_id)
 
     def _match(self, added: int) -> StopMatch | None:
         hits = []

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from criticalkv.services.gateway.answer import Collector, Reply
 from criticalkv.services.gateway.auth import Tenant
-from criticalkv.services.gateway.body import read_json
+from criticalkv.services.gateway.body import BodyTimeoutError, read_json
 from criticalkv.services.gateway.chat import Chat
 from criticalkv.services.gateway.contexts import Contexts
 from criticalkv.services.gateway.core import GatewayCore
@@ -237,6 +237,8 @@ def error_response(error: CriticalKVError) -> JSONResponse:
     if error.http_status in (429, 503):
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(max(1, math.ceil(seconds)))
+    if isinstance(error, BodyTimeoutError):
+        headers["connection"] = "close"  # the rest of the body is no next request
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
 
 

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.errors import CriticalKVError
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.store_client import StoreClient
 
 Value = TypeVar("Value")
+HEALTH_THREADS = 2
+RELEASE_THREADS = 4
+
+log = logging.getLogger(__name__)
 
 
 class AsyncStore:
-    """Awaitable calls of a `StoreClient`; at most `threads` at once."""
+    """Awaitable calls of a `StoreClient`; at most `threads` at once.
+
+    Health checks, and what gives leases and keys back, have threads of their own: they
+    must not wait behind calls that hang.
+    """
 
     def __init__(self, client: StoreClient, threads: int = 16) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="store")
+        self._health = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="store-health")
+        self._releases = ThreadPoolExecutor(RELEASE_THREADS, thread_name_prefix="store-release")
 
     def close(self) -> None:
         """Stop the threads and close the client."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._health, self._releases):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     async def stat(self, node_ids: Sequence[NodeId]) -> list[pb.NodeStat]:
@@ -90,7 +103,9 @@ class AsyncStore:
 
     async def finish_request(self, tenant: str, key: str, token: str, answer: bytes) -> bool:
         """Store a request's answer; empty = forget the attempt."""
-        return await self._call(lambda: self._client.finish_request(tenant, key, token, answer))
+        return await self._call(
+            lambda: self._client.finish_request(tenant, key, token, answer), pool=self._releases
+        )
 
     async def acquire_lease(self, node_id: NodeId, ttl_ms: int) -> pb.AcquireLeaseResponse:
         """Ask for the right to prefill; one that nobody awaits any more is given back."""
@@ -103,24 +118,41 @@ class AsyncStore:
 
     async def release_lease(self, node_id: NodeId, token: str) -> bool:
         """Give a lease back."""
-        return await self._call(lambda: self._client.release_lease(node_id, token))
+        return await self._call(
+            lambda: self._client.release_lease(node_id, token), pool=self._releases
+        )
 
     async def healthy(self) -> bool:
         """Whether the store answers."""
-        return await self._call(self._client.healthy)
+        return await self._call(self._client.healthy, pool=self._health)
 
     async def _call(
-        self, call: Callable[[], Value], undo: Callable[[Value], None] | None = None
+        self,
+        call: Callable[[], Value],
+        undo: Callable[[Value], None] | None = None,
+        pool: ThreadPoolExecutor | None = None,
     ) -> Value:
-        future = self._pool.submit(call)
+        future = (pool or self._pool).submit(call)
         try:
             # Shielded: a call that runs cannot be stopped, only undone.
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
             if undo is not None:
-                future.add_done_callback(lambda done: self._undo(done, undo))
+                future.add_done_callback(lambda done: self._undo_later(done, undo))
             raise
 
-    def _undo(self, done: Future[Value], undo: Callable[[Value], None]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            undo(done.result())
+    def _undo_later(self, done: Future[Value], undo: Callable[[Value], None]) -> None:
+        # Called by whoever comes last, the event loop's thread included: only submits.
+        if done.cancelled() or done.exception() is not None:
+            return
+        try:
+            self._releases.submit(_undo, undo, done.result())
+        except RuntimeError:
+            log.info("the gateway stops; a lease is left to expire")
+
+
+def _undo(undo: Callable[[Value], None], value: Value) -> None:
+    try:
+        undo(value)
+    except CriticalKVError as error:
+        log.warning("a lease could not be given back: %s", error.code)

@@ -11,8 +11,17 @@ from starlette.requests import ClientDisconnect
 
 from criticalkv.shared.errors import BodyTooLargeError, CancelledError, InvalidRequestError
 
+# A body that trickles in must not hold a place among the running requests for long.
+BODY_TIMEOUT_S = 30.0
 # Read and thrown away beyond the limit, so that a client still sending gets the answer.
 DRAIN_BYTES = 64 * 1024 * 1024
+
+
+class BodyTimeoutError(InvalidRequestError):
+    """The request body did not arrive in time."""
+
+    http_status = 408
+    code = "body_timeout"
 
 
 async def read_json(request: Request, limit: int) -> Any:
@@ -20,12 +29,18 @@ async def read_json(request: Request, limit: int) -> Any:
 
     Raises:
         BodyTooLargeError: beyond `limit` bytes.
+        BodyTimeoutError: if it is not complete in time.
         InvalidRequestError: if it is not JSON, nested too deeply, or not Unicode.
     """
     try:
-        body = await _read(request, limit)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await _read(request, limit)
     except ClientDisconnect as error:
         raise CancelledError("the client went away") from error
+    except TimeoutError as error:
+        raise BodyTimeoutError(
+            f"the body was not complete within {BODY_TIMEOUT_S:g} seconds, the limit"
+        ) from error
     try:
         return await asyncio.to_thread(from_json, body)
     except ValueError as error:

@@ -20,7 +20,12 @@ from criticalkv.services.gateway.prompt import Prompt, add_implicit, check_text_
 from criticalkv.services.gateway.schemas import ChatRequest, parse_ttl
 from criticalkv.services.gateway.transcript import Transcript
 from criticalkv.services.gateway.workers import Event
-from criticalkv.shared.errors import CancelledError, CriticalKVError, InvalidRequestError
+from criticalkv.shared.errors import (
+    CancelledError,
+    CriticalKVError,
+    IdempotencyConflictError,
+    InvalidRequestError,
+)
 from criticalkv.shared.identity import tenant_salt
 from criticalkv.shared.model.chat import Message, Part
 from criticalkv.shared.requests import (
@@ -162,9 +167,10 @@ class Turn:
 
     async def open(self, plan: Plan, deadline: Deadline) -> None:
         """Start decode and wait for its first event, so that early errors have a status."""
-        requests = [self._decode_request(plan, i) for i in range(self.choices)]
         core = self._core
-        self._running = Choices(core.workers, core.planner, plan, requests, deadline)
+        self._running = Choices(
+            core.workers, core.planner, plan, self.choices, self._decode_request, deadline
+        )
         try:
             self._first = await self._running.next()
         except BaseException:
@@ -214,7 +220,17 @@ class Turn:
         return Finished(index, end.finish_reason, self._extension(index, end, error))
 
     async def _commit(self, index: int, end: DecodeEnd) -> str | None:
-        """Bind the choice's handle to its node; return what went wrong, or None."""
+        """Bind the choice's handle to its node; return what went wrong, or None.
+
+        An earlier attempt under the same idempotency key may have bound the handle and
+        failed before its answer was kept. If this one ended in the same node, all is
+        well. If not, the handle leads to another answer than the one just given, so
+        that the turn ends with an error instead of an id that continues the wrong one:
+        one key, one handle, one answer.
+
+        Raises:
+            IdempotencyConflictError: if the handle is bound to another node.
+        """
         if end.node_id is None or end.publish_error is not None:
             return end.publish_error or "the turn was not stored"
         answer = Message("assistant", (Part("".join(self._texts[index])),))
@@ -228,12 +244,26 @@ class Turn:
                 metadata.encode(),
                 _ttl_ms(self._request),
             )
-            if self._core.template.incremental:
-                await self._core.store.put_alias(after.digest, end.node_id, end.view)
+        except IdempotencyConflictError as error:
+            raise IdempotencyConflictError(
+                "an earlier attempt under this Idempotency-Key ended in another answer; "
+                "retry with a new key",
+                param="Idempotency-Key",
+            ) from error
         except CriticalKVError as error:
             log.warning("turn %s is not bound: %s", self._handles[index], error.code)
             return error.message
+        await self._alias(after.digest, end.node_id, end.view)
         return None
+
+    async def _alias(self, digest: str, node_id: str, view: tuple[str, ...]) -> None:
+        """Let resent history find the turn. Without it the turn is only prefilled again."""
+        if not self._core.template.incremental:
+            return
+        try:
+            await self._core.store.put_alias(digest, node_id, view)
+        except CriticalKVError as error:
+            log.warning("node %s got no alias: %s", node_id[:16], error.code)
 
     def _extension(self, index: int, end: DecodeEnd, error: str | None) -> dict[str, Any]:
         start, plan = self._starts.get(index), self._running.plan

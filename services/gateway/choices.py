@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 
 from criticalkv.services.gateway.deadline import Deadline
@@ -19,6 +20,15 @@ class Choices:
 
     A choice whose context got lost, or whose worker died, before any text is tried
     once more; the context is rebuilt first.
+
+    Args:
+        workers: who decodes.
+        planner: rebuilds lost contexts.
+        plan: what to run.
+        count: number of choices.
+        request: makes the request of a choice from a plan. A rebuilt context may be
+            stored at other tiers, so every attempt makes its own.
+        deadline: of the turn.
     """
 
     def __init__(
@@ -26,18 +36,18 @@ class Choices:
         workers: Workers,
         planner: Planner,
         plan: Plan,
-        requests: list[DecodeRequest],
+        count: int,
+        request: Callable[[Plan, int], DecodeRequest],
         deadline: Deadline,
     ) -> None:
         self.plan = plan
         self._workers = workers
         self._planner = planner
+        self._request = request
         self._deadline = deadline
         self._restoring = asyncio.Lock()
-        self._queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(
-            BUFFERED * len(requests)
-        )
-        self._tasks = [asyncio.create_task(self._run(i, r)) for i, r in enumerate(requests)]
+        self._queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(BUFFERED * count)
+        self._tasks = [asyncio.create_task(self._run(i)) for i in range(count)]
 
     async def next(self) -> tuple[int, Event]:
         """Return the next event of any choice, or raise what a choice raised."""
@@ -52,12 +62,12 @@ class Choices:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, index: int, request: DecodeRequest) -> None:
+    async def _run(self, index: int) -> None:
         try:
             for last in (False, True):
                 plan = self.plan
                 try:
-                    return await self._forward(index, request)
+                    return await self._forward(index, self._request(plan, index))
                 except _BeforeTextError as early:
                     if last:
                         raise early.error from None

@@ -54,7 +54,7 @@ class GatewayCore:
         self.workers = workers
         self.metrics = Metrics()
         prefiller = Prefiller(self.store, workers, self.metrics)
-        restorer = Restorer(self.store, prefiller, model)
+        restorer = Restorer(self.store, prefiller, model, config.eviction.tiers)
         self.planner = Planner(
             self.store, model, self.template, prefiller, restorer, config.gateway
         )

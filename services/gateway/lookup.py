@@ -89,7 +89,7 @@ class Lookup:
         fitting = []
         for target in targets:
             node = await self._candidate(target)
-            if node is not None and _at_least(tuple(target.view), node, want.read_tier):
+            if node is not None and _fits(tuple(target.view), node, want):
                 fitting.append((tuple(map(Decimal, target.view)), node))
         for _, node in sorted(fitting, key=lambda pair: pair[0]):
             if await self._holds(node, answer.text):
@@ -131,7 +131,10 @@ def _last_index(ids: Sequence[int], part: Sequence[int]) -> int:
     return -1
 
 
-def _at_least(view: tuple[str, ...], node: Node, read_tier: str | None) -> bool:
-    """Whether each ancestor was read at the wanted tier or a higher one."""
-    wanted = [resolve_tier(tiers, read_tier) for tiers in node.chain_tiers[:-1]]
-    return all(Decimal(v) >= Decimal(w) for v, w in zip(view, wanted, strict=True))
+def _fits(view: tuple[str, ...], node: Node, want: Want) -> bool:
+    """Whether each ancestor is stored, and was read, at the wanted tier or a higher one."""
+    above = node.chain_tiers[:-1]
+    wanted = [resolve_tier(tiers, want.read_tier) for tiers in above]
+    return all(enough(tiers, want.at_least) for tiers in above) and all(
+        Decimal(v) >= Decimal(w) for v, w in zip(view, wanted, strict=True)
+    )

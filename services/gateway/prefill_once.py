@@ -16,6 +16,7 @@ from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 LEASE_BASE_MS = 60_000
 LEASE_MS_PER_TOKEN = 50  # a slow CPU under a replaying policy
+MAX_LEASE_MS = 3600 * 1000  # the store gives no longer one
 POLL_S = (0.02, 0.5)  # first and longest pause of a waiter
 ATTEMPTS = 2
 
@@ -93,4 +94,5 @@ class Prefiller:
 
 
 def _lease_ms(request: PrefillRequest) -> int:
-    return LEASE_BASE_MS + LEASE_MS_PER_TOKEN * len(request.token_ids)
+    wanted = LEASE_BASE_MS + LEASE_MS_PER_TOKEN * len(request.token_ids)
+    return min(wanted, MAX_LEASE_MS)

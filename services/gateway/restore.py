@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from decimal import Decimal
 
 from criticalkv.proto import cache_store_pb2 as pb
@@ -17,12 +17,22 @@ from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 
 class Restorer:
-    """Recomputes the missing nodes of a chain."""
+    """Recomputes the missing nodes of a chain.
 
-    def __init__(self, store: AsyncStore, prefiller: Prefiller, model: Model) -> None:
+    Args:
+        store: where the chain is.
+        prefiller: recomputes nodes.
+        model: the served one; a record of another is no record.
+        tiers: those that a prefill stores below its highest one.
+    """
+
+    def __init__(
+        self, store: AsyncStore, prefiller: Prefiller, model: Model, tiers: Sequence[str]
+    ) -> None:
         self._store = store
         self._prefiller = prefiller
         self._model = model
+        self._tiers = tiers
 
     async def length(self, node_id: NodeId) -> int:
         """Return the original length of a chain, from the records if its KV is gone.
@@ -46,7 +56,8 @@ class Restorer:
             at_least: tier that every compressed node must be stored at; None = any.
 
         Raises:
-            ContextExpiredError: if a token record that is needed is gone, too.
+            ContextExpiredError: if a token record that is needed is gone, too, or no
+                prefill brings a tier back that a lost node was computed from.
         """
         node = await self._intact(node_id, at_least)
         if node is not None:
@@ -54,13 +65,33 @@ class Restorer:
         records = await self._records(node_id)
         stats = await self._store.stat([r.identity.node_id for r in records])
         done = []
-        for i, needed in enumerate(_needed_tiers(records, stats, at_least)):
-            if _is_usable(stats[i], needed):
+        for record, stat, read in zip(
+            records, stats, _tiers_read(records, stats, at_least), strict=True
+        ):
+            if _is_usable(stat, read, at_least):
                 continue
-            request = _request(records[i], needed)
-            _, result = await self._prefiller.ensure(request, needed, deadline)
+            request = _request(record, self._store_tier(record, stat, read, at_least))
+            now, result = await self._prefiller.ensure(request, request.store_tier, deadline)
+            if not read <= set(now.tiers):  # somebody else's, published meanwhile
+                raise _expired()
             done += [result] if result else []
         return await read_node(self._store, node_id), done
+
+    def _store_tier(
+        self, record: TokenRecord, stat: pb.NodeStat, read: Set[str], at_least: str | None
+    ) -> str:
+        """Return what to prefill a node up to, so that it holds the tiers in `read`.
+
+        What it was stored up to, if possible; else the highest in `read`.
+        """
+        asked = (at_least, *read)
+        for tier in (_highest(record.store_tier, *asked), _highest(*asked)):
+            given = {tier, *(t for t in self._tiers if Decimal(t) < Decimal(tier or 0))}
+            # The store replaces a present node by a higher one only.
+            replaces = not stat.present or not enough(stat.tiers, tier)
+            if tier is not None and read <= given and replaces:
+                return tier
+        raise _expired()
 
     async def _intact(self, node_id: NodeId, at_least: str | None) -> Node | None:
         try:
@@ -77,7 +108,7 @@ class Restorer:
         ids = [*leaf.ancestors, node_id] if leaf else [node_id]
         records = [r for r, name in zip(chain, ids, strict=False) if r and self._is_ours(r, name)]
         if len(records) != len(ids):
-            raise ContextExpiredError("the context is no longer stored; send it again")
+            raise _expired()
         return records
 
     def _is_ours(self, record: TokenRecord, name: NodeId) -> bool:
@@ -88,25 +119,32 @@ class Restorer:
         )
 
 
-def _needed_tiers(
+def _tiers_read(
     records: Sequence[TokenRecord], stats: Sequence[pb.NodeStat], at_least: str | None
-) -> list[str | None]:
-    """Return the tier each node must hold: the highest that a lost descendant read."""
-    needed: list[str | None] = [at_least] * len(records)
+) -> list[set[str]]:
+    """Return the tiers of each node that descendants to be recomputed were read at."""
+    read: list[set[str]] = [set() for _ in records]
     for i in reversed(range(len(records))):
-        if _is_usable(stats[i], needed[i]):
-            continue
-        for j, tier in enumerate(records[i].identity.view):
-            needed[j] = max(filter(None, (needed[j], tier)), key=Decimal)
-    return needed
+        if not _is_usable(stats[i], read[i], at_least):
+            for tiers, tier in zip(read, records[i].identity.view, strict=False):
+                tiers.add(tier)
+    return read
 
 
-def _is_usable(stat: pb.NodeStat, needed: str | None) -> bool:
-    return stat.present and enough(stat.tiers, needed)
+def _is_usable(stat: pb.NodeStat, read: Set[str], at_least: str | None) -> bool:
+    # A view names exact tiers: a higher one beside them does not do.
+    return stat.present and enough(stat.tiers, at_least) and read <= set(stat.tiers)
 
 
-def _request(record: TokenRecord, needed: str | None) -> PrefillRequest:
-    store_tier = max(filter(None, (record.store_tier, needed)), key=Decimal)
+def _highest(*tiers: str | None) -> str | None:
+    return max((t for t in tiers if t is not None), key=Decimal, default=None)
+
+
+def _expired() -> ContextExpiredError:
+    return ContextExpiredError("the context is no longer stored; send it again")
+
+
+def _request(record: TokenRecord, store_tier: str) -> PrefillRequest:
     return PrefillRequest(
         node_id=record.identity.node_id,
         token_ids=record.token_ids,

@@ -6,7 +6,7 @@ It expires nothing and knows no tenants; it is for one researcher in one process
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -48,8 +48,10 @@ class MemoryStore:
         attempt: str,
         *,
         lease_token: str = "",
+        ancestors: Sequence[NodeId] = (),
         expected_bytes: int = 0,
         timeout_s: float = 600.0,
+        check: Callable[[], None] | None = None,
     ) -> MemoryWriter:
         """See NodeStore."""
         return MemoryWriter(self, node_id)

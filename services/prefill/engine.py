@@ -106,6 +106,8 @@ class _Prefill:
             self._identity,
             secrets.token_hex(16),
             lease_token=request.lease_token,
+            ancestors=request.ancestors,
+            check=self._check,
             timeout_s=request.deadline_s,
         ) as publisher:
             if self._policy is None or self._policy.streams_layers:
@@ -158,7 +160,6 @@ class _Prefill:
         request = self._request
         published = publisher.commit(
             token_ids=request.token_ids,
-            ancestors=request.ancestors,
             next_position=chain.next_position + len(request.token_ids),
             head_dim=self._model.spec.head_dim,
             tiers=ranking.tiers,

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from criticalkv.services.decode import engine as engine_module
+from criticalkv.services.decode import sequence as sequence_module
 from criticalkv.services.local import LocalEngine
 from criticalkv.services.local.memory_store import MemoryStore
 from criticalkv.shared.config import DecodeConfig
 from criticalkv.shared.errors import (
+    CancelledError,
     ContextLengthError,
     CriticalKVError,
     DeadlineError,
@@ -167,7 +169,18 @@ def test_too_many_requests_are_refused_at_once(local: LocalEngine) -> None:
         local.decode.submit(long, events.put)
     for sequence in running:
         sequence.cancelled.set()
-    assert all(e.finish_reason == "cancelled" for e in iter_until(events, 8))
+    # Four were running; the others were still waiting for a slot.
+    ends = [terminal(events) for _ in running]
+    assert sum(isinstance(e, CancelledError) for e in ends) == 4
+    assert [e.finish_reason for e in ends if isinstance(e, DecodeEnd)] == ["cancelled"] * 4
+    assert local.decode.in_flight == 0
+
+
+def terminal(events: queue.Queue[Any]) -> Any:
+    while True:
+        event = events.get(timeout=20)
+        if isinstance(event, (DecodeEnd, CriticalKVError)):
+            return event
 
 
 def iter_until(events: queue.Queue[Any], count: int) -> list[DecodeEnd]:
@@ -265,3 +278,122 @@ def test_a_store_that_fails_to_publish_is_reported_with_the_answer(
     end = list(local.decode.generate(request()))[-1]
     assert isinstance(end, DecodeEnd)
     assert (end.node_id, end.publish_error) == (None, "planted")
+
+
+def test_a_tiny_temperature_is_greedy_and_harmless(local: LocalEngine) -> None:
+    greedy = local.generate(None, IDS, max_tokens=4, ignore_eos=True)
+    for temperature in (1e-310, 1e-30, 1e-6):
+        turn = local.generate(None, IDS, max_tokens=4, ignore_eos=True, temperature=temperature)
+        assert turn.token_ids == greedy.token_ids
+
+
+def test_any_error_with_one_token_ends_that_request_only(
+    local: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence_module.Sampler, "choose", broken)
+        with pytest.raises(CriticalKVError, match="ValueError"):
+            list(local.decode.generate(request()))
+    assert isinstance(list(local.decode.generate(request()))[-1], DecodeEnd)
+    local.decode.check_health()
+
+
+def test_steps_that_always_fail_make_the_replica_unhealthy(
+    local: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine_module, "forward", broken)
+    for _ in range(3):
+        with pytest.raises(CriticalKVError):
+            list(local.decode.generate(request()))
+    with pytest.raises(RuntimeError, match="steps failed"):
+        local.decode.check_health()
+
+
+def test_any_publishing_error_is_reported_with_the_answer(
+    local: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(engine_module, "publish_dense", broken)
+    end = list(local.decode.generate(request()))[-1]
+    assert isinstance(end, DecodeEnd)
+    assert end.publish_error == "publishing failed: ValueError"
+    assert local.decode.in_flight == 0
+
+
+def test_hanging_publications_do_not_keep_new_requests_waiting(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, entered = threading.Event(), queue.SimpleQueue[int]()
+
+    def hanging(*_: Any, **__: Any) -> Any:
+        entered.put(1)
+        release.wait(30)
+        raise ValueError("planted")
+
+    monkeypatch.setattr(engine_module, "publish_dense", hanging)
+    with LocalEngine(tiny_model(), decode=DecodeConfig(max_num_seqs=8)) as local:
+        events: queue.Queue[Any] = queue.Queue()
+        for _ in range(4):
+            local.decode.submit(request(), events.put)
+        for _ in range(4):
+            entered.get(timeout=20)
+        try:
+            answered = list(local.decode.generate(request(publish=False, deadline_s=10)))
+            assert isinstance(answered[-1], DecodeEnd)
+        finally:
+            release.set()
+
+
+@pytest.fixture
+def full(tiny_model: Factory) -> Iterator[tuple[LocalEngine, Any]]:
+    """An engine whose one slot is taken by a long turn."""
+    config = DecodeConfig(max_num_seqs=1, max_queued=8)
+    with LocalEngine(tiny_model(), decode=config) as engine:
+        events: queue.Queue[Any] = queue.Queue()
+        running = engine.decode.submit(request(sampling={"max_tokens": 1900}), events.put)
+        events.get(timeout=10)
+        yield engine, running
+
+
+def test_waiting_requests_end_when_cancelled_or_late(full: tuple[LocalEngine, Any]) -> None:
+    engine, running = full
+    cancelled: queue.Queue[Any] = queue.Queue()
+    waiting = [engine.decode.submit(request(), cancelled.put) for _ in range(6)]
+    waiting[-1].cancelled.set()
+    assert isinstance(cancelled.get(timeout=2), CancelledError)
+    with pytest.raises(DeadlineError):
+        list(engine.decode.generate(request(deadline_s=0.3)))
+    running.cancelled.set()
+    ends = iter_until(cancelled, 5)
+    assert {end.finish_reason for end in ends} == {"length"}
+    assert engine.decode.in_flight == 0
+
+
+def test_closing_ends_waiting_requests(full: tuple[LocalEngine, Any]) -> None:
+    engine, _ = full
+    events: queue.Queue[Any] = queue.Queue()
+    for _ in range(6):
+        engine.decode.submit(request(), events.put)
+    engine.close()
+    assert all(isinstance(terminal(events), CancelledError) for _ in range(6))
+    assert engine.decode.in_flight == 0
+
+
+def test_the_view_is_read_exactly_whatever_is_held(local: LocalEngine) -> None:
+    """A replica that holds a smaller read pulls the larger one that is asked for."""
+    low = local.compress_tokens(IDS, policy="window+uniform+plain:window=4", store_tier="0.2")
+    local.generate(low, [65], tier="0.2", max_tokens=1)
+    local.compress_tokens(IDS, policy="window+uniform+plain:window=4", store_tier="0.8")
+    turn = local.generate(low, [65], tier="0.8", max_tokens=1)
+    assert turn.end is not None
+    assert turn.end.view == ("0.8",)
+    with pytest.raises(NodeMissingError, match="not stored"):
+        list(local.decode.generate(request(parent=low.node_id, view=("0.7",))))

@@ -129,3 +129,24 @@ def multi_tokenizer() -> PreTrainedTokenizerBase:
     backend = Tokenizer(WordLevel(vocab, unk_token="qux"))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
+    """Byte-fallback tokenizers can produce any bytes."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "a", "b", "<0xC3>", "<0xA9>", "<0xFF>"]
+    backend = Tokenizer(
+        BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=backend), ())
+    shown = ""
+    for token in (1, 3, 4, 5, 2, 1):
+        stream.push(token)
+        shown += stream.take()
+    shown += stream.take(final=True)
+    assert shown.startswith("a")
+    assert shown.endswith("ba")

@@ -234,11 +234,12 @@ class ScriptedWorkers:
         positions = torch.arange(before, before + lens[-1], dtype=torch.int32)
         layer = RaggedLayer(rows, rows.clone(), positions, cu_seqlens_of([lens[-1]]))
         table = torch.tensor([[n] for n in lens])
-        with NodePublisher(self.store, identity, secrets.token_hex(8), lease_token=lease) as put:
+        with NodePublisher(
+            self.store, identity, secrets.token_hex(8), lease_token=lease, ancestors=ancestors
+        ) as put:
             put.send(layer, table)
             return put.commit(
                 token_ids=ids,
-                ancestors=ancestors,
                 next_position=before + len(ids),
                 head_dim=HEAD_DIM,
                 tiers=tiers,
