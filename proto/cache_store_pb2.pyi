@@ -20,16 +20,18 @@ class PutFrame(_message.Message):
     def __init__(self, begin: _Optional[_Union[PutBegin, _Mapping]] = ..., segment: _Optional[_Union[PutSegment, _Mapping]] = ..., commit: _Optional[_Union[PutCommit, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PutBegin(_message.Message):
-    __slots__ = ("node_id", "attempt", "lease_token", "expected_bytes")
+    __slots__ = ("node_id", "attempt", "lease_token", "expected_bytes", "ancestors")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEASE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ANCESTORS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     attempt: str
     lease_token: str
     expected_bytes: int
-    def __init__(self, node_id: _Optional[str] = ..., attempt: _Optional[str] = ..., lease_token: _Optional[str] = ..., expected_bytes: _Optional[int] = ...) -> None: ...
+    ancestors: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., attempt: _Optional[str] = ..., lease_token: _Optional[str] = ..., expected_bytes: _Optional[int] = ..., ancestors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PutSegment(_message.Message):
     __slots__ = ("index",)
@@ -260,20 +262,22 @@ class DeleteHandleResponse(_message.Message):
     def __init__(self, deleted_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BeginRequestRequest(_message.Message):
-    __slots__ = ("tenant", "key_digest", "request_digest", "handle", "lease_ms", "ttl_ms")
+    __slots__ = ("tenant", "key_digest", "request_digest", "handle", "lease_ms", "ttl_ms", "lease_token")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     key_digest: str
     request_digest: str
     handle: str
     lease_ms: int
     ttl_ms: int
-    def __init__(self, tenant: _Optional[str] = ..., key_digest: _Optional[str] = ..., request_digest: _Optional[str] = ..., handle: _Optional[str] = ..., lease_ms: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    lease_token: str
+    def __init__(self, tenant: _Optional[str] = ..., key_digest: _Optional[str] = ..., request_digest: _Optional[str] = ..., handle: _Optional[str] = ..., lease_ms: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., lease_token: _Optional[str] = ...) -> None: ...
 
 class BeginRequestResponse(_message.Message):
     __slots__ = ("state", "handle", "answer", "lease_token")
@@ -366,12 +370,14 @@ class GetTokenRecordsResponse(_message.Message):
     def __init__(self, records: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AcquireLeaseRequest(_message.Message):
-    __slots__ = ("node_id", "ttl_ms")
+    __slots__ = ("node_id", "ttl_ms", "lease_token")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     ttl_ms: int
-    def __init__(self, node_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    lease_token: str
+    def __init__(self, node_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., lease_token: _Optional[str] = ...) -> None: ...
 
 class AcquireLeaseResponse(_message.Message):
     __slots__ = ("acquired", "lease_token", "held_for_ms")

@@ -133,6 +133,8 @@ class CacheStoreServicer:
         """Write one node. Frames: one `begin`, any number of `segment`s, one `commit`.
         The end of the stream is not a commit: without the commit frame nothing is
         published and the segments written so far expire with their lease.
+        NOT_FOUND: the parent was deleted meanwhile, its token record too; nothing is
+        published.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,7 +202,9 @@ class CacheStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteHandle(self, request, context):
-        """Remove the handle, then every node that nothing references any more.
+        """Remove the handle, then every node that nothing references any more: its node with
+        all descendants, except those with a handle or a pin and what is above or below
+        these, then its ancestors as far as they have no other child.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,7 +15,7 @@ from criticalkv.services.decode.deployment import Decode
 from criticalkv.services.gateway.deployment import Gateway
 from criticalkv.services.loopback import on_loopback
 from criticalkv.services.prefill.deployment import Prefill
-from criticalkv.shared.config import Autoscaling, Config, load_config
+from criticalkv.shared.config import Autoscaling, Config, load_config, placed
 from criticalkv.shared.malloc import ENVIRONMENT as MALLOC
 
 APP_NAME = "criticalkv"
@@ -29,7 +29,12 @@ LIFECYCLE: dict[str, Any] = {
 
 
 def build(config: Config) -> Application:
-    """Compose the application from a checked configuration."""
+    """Compose the application from a checked configuration.
+
+    Raises:
+        ConfigError: if device and GPUs contradict each other.
+    """
+    config = placed(config)
     prefill = prefill_deployment(config).bind(config)
     decode = decode_deployment(config).bind(config)
     return gateway_deployment(config).bind(config, prefill, decode)

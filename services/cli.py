@@ -6,7 +6,9 @@ what a command needs only inside it: torch and Ray take seconds.
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from criticalkv.shared.config import Config, load_config
+from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 
 app = typer.Typer(
@@ -101,7 +103,9 @@ def store(
 
 @bench.command()
 def ttft(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")],
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
+        "ttft.json"
+    ),
     quick: Annotated[bool, typer.Option(help="One short context; not to be compared.")] = False,
     threads: Annotated[int, typer.Option(help="Torch threads, for both sides.")] = 2,
     config: ConfigFile = None,
@@ -136,43 +140,113 @@ def running(
     """
     from criticalkv.services.cluster import start_cluster
 
-    with _store(_preflight(config), start_store) as ready:
+    with _store(_preflight(config, start_store), start_store) as ready:
         typer.echo("Starting Ray Serve …", err=True)
         with start_cluster(ready, dashboard_port=dashboard_port, show_logs=verbose):
             _deploy(ready)
             try:
                 yield ready
             finally:
-                typer.echo("Stopping …", err=True)
+                typer.echo("Leaving …" if _joins_cluster() else "Stopping …", err=True)
 
 
 def _deploy(config: Config) -> None:
     from ray import serve
+    from ray.exceptions import RayError
 
     from criticalkv.services.app import APP_NAME, build
 
     typer.echo("Loading the model in every worker …", err=True)
-    serve.run(build(config), name=APP_NAME)
+    try:
+        serve.run(build(config), name=APP_NAME)
+    except (RuntimeError, RayError) as error:
+        raise CriticalKVError(
+            f"the service did not start: {_cause(error)} (`criticalkv serve --verbose` shows "
+            "what the workers say)"
+        ) from error
 
 
-def _preflight(config: Config) -> Config:
+def _cause(error: Exception) -> str:
+    """The last line that says something: Ray's messages end in the worker's traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)
+
+
+def _preflight(config: Config, start_store: bool) -> Config:
     """Find what is wrong, and fetch what is missing, before any process starts."""
     from criticalkv.services.gateway.auth import Authenticator
     from criticalkv.shared.model.spec import load_spec
 
     Authenticator(config.gateway)
-    if os.environ.get("RAY_ADDRESS"):
+    config = placed(config)
+    if not _starts_store(config, start_store):
+        _check_store(config)
+    elif _joins_cluster():
+        raise ConfigError(
+            "RAY_ADDRESS is set: the workers of that cluster need a store that they reach. Give "
+            "one with --store HOST:PORT or store.address, or unset RAY_ADDRESS to run everything "
+            "on this machine",
+            param="store.address",
+        )
+    if _joins_cluster():
         return config  # that cluster brings its own model
+    _check_port(config)
     name = load_spec(config.model).name
     return config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
+
+
+def _joins_cluster() -> bool:
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def _starts_store(config: Config, wanted: bool) -> bool:
+    from criticalkv.shared.loopback import is_loopback
+
+    return wanted and is_loopback(config.store.address.rpartition(":")[0])
+
+
+def _check_store(config: Config) -> None:
+    from criticalkv.shared.store_client import StoreClient
+
+    address = config.store.address
+    host, _, port = address.rpartition(":")
+    is_tcp = bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    if not is_tcp and not address.startswith(("unix:", "unix-abstract:")):
+        raise ConfigError(
+            f"store.address {address!r} is not HOST:PORT or unix:PATH", param="store.address"
+        )
+    with StoreClient.of(config.store) as client:
+        if not client.healthy():
+            raise ConfigError(
+                f"no store answers at store.address {address}: start it with `criticalkv store "
+                f"--address {address}`, and check store.tls_ca and store.token_file",
+                param="store.address",
+            )
+
+
+def _check_port(config: Config) -> None:
+    # Ray's proxy binds with SO_REUSEPORT, so two services would share a port in silence.
+    host, port = config.gateway.host, config.gateway.port
+    try:
+        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind) as probe:
+            # Connections that have ended are no obstacle; somebody who listens is.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        what = "is in use" if error.errno == errno.EADDRINUSE else f"fails: {error.strerror}"
+        raise ConfigError(
+            f"gateway.port {port} on {host} {what}; choose another with --port, or stop what "
+            "uses it",
+            param="gateway.port",
+        ) from error
 
 
 @contextmanager
 def _store(config: Config, wanted: bool) -> Iterator[Config]:
     from criticalkv.services.store.process import start_store
-    from criticalkv.shared.loopback import is_loopback
 
-    if not wanted or not is_loopback(config.store.address.rpartition(":")[0]):
+    if not _starts_store(config, wanted):
         yield config
         return
     typer.echo("Starting the store …", err=True)
@@ -184,6 +258,12 @@ def _store(config: Config, wanted: bool) -> Iterator[Config]:
 def _next_steps(config: Config) -> str:
     base = f"http://{config.gateway.host}:{config.gateway.port}"
     name = config.model.name or "NAME"
+    end = (
+        "Ctrl-C ends this command only: the application keeps running on that cluster until\n"
+        "`serve shutdown` or a redeployment ends it."
+        if _joins_cluster()
+        else "Ctrl-C stops everything."
+    )
     return f"""
 CriticalKV is up at {base}. Try, in another terminal:
 
@@ -202,7 +282,7 @@ or in Python:
   ])
   print(answer.choices[0].message.content, answer.usage.prompt_tokens_details)
 
-Ctrl-C stops everything.
+{end}
 """
 
 

@@ -11,10 +11,12 @@ import math
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from criticalkv.shared.config import Config
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 OBJECT_STORE_BYTES = 100 * 2**20  # requests and tokens only; KV never passes through Ray
 # Seconds that Serve waits beyond a request's own deadline before it cuts the connection.
 TIMEOUT_MARGIN_S = 30.0
+# Seconds for replicas to end their work before the cluster goes.
+DELETE_TIMEOUT_S = 15.0
 
 # Ray reads these at import, hence before `import ray` anywhere in the process.
 LOCAL_ENV = {
@@ -88,7 +92,8 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
             "criticalkv.services.cluster first, or export "
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
         )
-    # Short, for the unix sockets in it; mode 0700.
+    # Short, for the unix sockets in it; mode 0700. Ray opens the one that it is given to
+    # everybody, hence one more below.
     directory = tempfile.mkdtemp(prefix="ckv-", dir="/tmp")
     try:
         ray.init(
@@ -100,13 +105,15 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
             dashboard_port=dashboard_port,
             log_to_driver=show_logs,
             logging_level=logging.WARNING,
-            _temp_dir=directory,
+            _temp_dir=os.path.join(directory, "r"),
         )
         _exit_on_sigterm()
         yield
     finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            ray.shutdown()
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _exit_on_sigterm() -> None:
@@ -130,8 +137,35 @@ def _http_server(config: Config) -> Iterator[None]:
         # Replicas end their work before the cluster goes. `serve.shutdown` would do more,
         # but kills its controller in mid-call, which Ray reports as a failed task.
         if not os.environ.get("RAY_ADDRESS"):
+            _delete_applications()
+
+
+def _delete_applications() -> None:
+    # In a thread: where the cluster has gone already, as after a signal to the whole
+    # process group, these calls wait a minute for it and then end the process.
+    from ray import serve
+
+    def delete() -> None:
+        with suppress(Exception):  # what does not end now ends with the cluster
             for name in serve.status().applications:
                 serve.delete(name)
+
+    thread = threading.Thread(target=delete, name="delete-applications", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + DELETE_TIMEOUT_S
+    while thread.is_alive() and time.monotonic() < deadline and _head_answers():
+        thread.join(0.5)
+
+
+def _head_answers() -> bool:
+    import ray
+
+    try:
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=2.0):
+            return True
+    except Exception:
+        return False
 
 
 def _http(config: Config) -> HTTPOptions:

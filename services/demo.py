@@ -6,6 +6,7 @@ and the unmodified `openai` client in streaming mode.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -14,17 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import APIError, OpenAI
 from rich.console import Console
 from rich.table import Table
 
 from criticalkv.services.cli import running
-from criticalkv.shared.config import Config
+from criticalkv.shared.config import Config, placed
+from criticalkv.shared.errors import ConfigError, CriticalKVError
 
 DOCUMENT_TOPICS = ("compound", "execmodel")
 DOCUMENT_CHARS = 12_500
 READ_TIERS = ("0.2", "0.4")
 MAX_TOKENS = 48
+# Positions kept free for questions and answers.
+ROOM_TOKENS = 1024
 TIMEOUT_S = 900.0
 QUESTIONS = (
     (
@@ -65,8 +69,17 @@ class Answer:
 def run(config: Config, document: Path | None) -> None:
     """Start everything, converse, print the table, stop everything."""
     console = Console() if Console().is_terminal else Console(width=170)
-    text = document.read_text() if document else default_document()
-    with running(with_free_ports(config)) as live:
+    text = read_document(document) if document else default_document()
+    check_length(config, text)
+    try:
+        show(console, beside_others(config), text)
+    except APIError as error:
+        raise CriticalKVError(f"the service answered with an error: {error.message}") from error
+
+
+def show(console: Console, config: Config, text: str) -> None:
+    """Start everything, converse about a text, print the table, stop everything."""
+    with running(config) as live:
         url = f"http://{live.gateway.host}:{live.gateway.port}/v1"
         client = OpenAI(base_url=url, api_key="demo", timeout=TIMEOUT_S, max_retries=0)
         conversation = Conversation(client, client.models.list().data[0].id)
@@ -194,11 +207,51 @@ def default_document() -> str:
     return re.sub(r"[ \t]+\n", "\n", text)[:DOCUMENT_CHARS] + "\n\n"
 
 
-def with_free_ports(config: Config) -> Config:
-    """Return the configuration on ports that nobody uses, beside any running service."""
+def read_document(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigError: if it is none, or empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--document {path} is not a text file in UTF-8: {error}") from error
+    if "\0" in text:
+        raise ConfigError(f"--document {path} is not a text file")
+    if not text.strip():
+        raise ConfigError(f"--document {path} is empty")
+    return text
+
+
+def check_length(config: Config, text: str) -> None:
+    """Refuse a text that leaves the model no room for the conversation.
+
+    Raises:
+        ConfigError: naming both lengths.
+    """
+    from criticalkv.shared.model.spec import load_spec, load_tokenizer
+
+    spec = load_spec(placed(config).model)
+    limit = spec.max_positions - ROOM_TOKENS
+    length = len(load_tokenizer(spec)(text, verbose=False)["input_ids"])
+    if length > limit:
+        raise ConfigError(
+            f"the document has {length} tokens; {spec.name} has {spec.max_positions} positions, "
+            f"which leaves {max(0, limit)} for it: give a shorter one with --document"
+        )
+
+
+def beside_others(config: Config) -> Config:
+    """Return the configuration on free ports, with threads for workers that take turns."""
+    threads = min(2, os.cpu_count() or 1)
     gateway = config.gateway.model_copy(update={"port": free_port()})
     store = config.store.model_copy(update={"address": "127.0.0.1:0"})
-    return config.model_copy(update={"gateway": gateway, "store": store})
+    parts: dict[str, Any] = {"gateway": gateway, "store": store}
+    for name, part in (("prefill", config.prefill), ("decode", config.decode)):
+        if "threads" not in part.model_fields_set:
+            parts[name] = part.model_copy(update={"threads": threads})
+    return config.model_copy(update=parts)
 
 
 def free_port() -> int:

@@ -25,6 +25,20 @@ DEFAULT_TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8", "1")
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, data: Any) -> Any:
+        # `gateway:` with nothing below it says nothing: the section has its defaults.
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if not (v is None and cls._is_section(k))}
+
+    @classmethod
+    def _is_section(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        kind = field.annotation if field else None
+        return isinstance(kind, type) and issubclass(kind, BaseModel)
+
 
 class ModelConfig(_Section):
     """Which model is served, and how it is loaded."""
@@ -36,17 +50,12 @@ class ModelConfig(_Section):
     )
     name: str = Field(default="", description="name in the API; empty = the directory's name")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto = cuda where there is one"
+        default="auto",
+        description="auto = cuda if the workers have num_gpus, else cpu; outside Ray cuda where "
+        "there is one",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto = float32 on CPU, bfloat16 on GPU"
-    )
-    threads: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="torch threads per worker (CPU); more than the "
-        "machine's cores over all workers makes everything several times slower",
     )
     cache_dir: str = Field(
         default_factory=lambda: user_cache_dir("criticalkv"),
@@ -69,17 +78,19 @@ class EvictionConfig(_Section):
         except PolicyError as error:
             raise ValueError(error.message) from None
 
-    @field_validator("tiers")
+    @field_validator("tiers", mode="before")
     @classmethod
-    def _tiers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _tiers(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value  # pydantic says what it should be
         tiers = tuple(canonical_tier(t) for t in value)
         if not tiers or list(tiers) != sorted(set(tiers), key=float):
             raise ValueError("tiers must ascend, without doubles")
         return tiers
 
-    @field_validator("store_tier")
+    @field_validator("store_tier", mode="before")
     @classmethod
-    def _store_tier(cls, value: str) -> str:
+    def _store_tier(cls, value: Any) -> str:
         return canonical_tier(value)
 
 
@@ -155,7 +166,9 @@ class PrefillConfig(_Section):
 
     autoscaling: Autoscaling = Autoscaling()
     num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs per replica")
-    num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; one at most")
+    num_gpus: float = Field(
+        default=0.0, ge=0, le=1, description="Ray GPUs per replica; one at most"
+    )
     threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
     max_ongoing: int = Field(default=2, ge=1, description="prefills a replica accepts at once")
     max_queued: int = Field(default=32, ge=1, description="more waiting prefills get 429")
@@ -172,7 +185,9 @@ class DecodeConfig(_Section):
 
     autoscaling: Autoscaling = Autoscaling(min_replicas=2, max_replicas=2)
     num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs per replica")
-    num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica; one at most")
+    num_gpus: float = Field(
+        default=0.0, ge=0, le=1, description="Ray GPUs per replica; one at most"
+    )
     threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
     max_num_seqs: int = Field(default=16, ge=1, description="sequences decoded together")
     max_queued: int = Field(default=64, ge=1, description="more waiting requests get 429")
@@ -218,6 +233,38 @@ class Config(_Section):
     gateway: GatewayConfig = GatewayConfig()
 
 
+def placed(config: Config) -> Config:
+    """Resolve device and dtype "auto", once for all workers and for the gateway.
+
+    The dtype is part of every node's name. Decided by each process for itself it would
+    differ between a gateway without a GPU and workers that have one.
+
+    Raises:
+        ConfigError: if a worker is to use a GPU that it does not ask for.
+    """
+    gpus = {"prefill": config.prefill.num_gpus, "decode": config.decode.num_gpus}
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if any(gpus.values()) else "cpu"
+    for name, count in gpus.items():
+        if device == "cuda" and not count:
+            raise ConfigError(
+                f"{name}.num_gpus is 0 but the model runs on cuda: set it to 1, or model.device "
+                "to cpu",
+                param=f"{name}.num_gpus",
+            )
+    dtype = resolve_dtype(config.model.dtype, device)
+    model = config.model.model_copy(update={"device": device, "dtype": dtype})
+    return config.model_copy(update={"model": model})
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """Return the dtype's name; "auto" is float32 on CPU and bfloat16 on GPU."""
+    if dtype == "auto":
+        return "bfloat16" if device == "cuda" else "float32"
+    return dtype
+
+
 def load_config(path: str | None = None, overrides: dict[str, Any] | None = None) -> Config:
     """Merge file, environment and overrides into a checked Config.
 
@@ -225,12 +272,14 @@ def load_config(path: str | None = None, overrides: dict[str, Any] | None = None
         ConfigError: naming the field that is wrong.
     """
     try:
-        data: Any = yaml.safe_load(Path(path).read_text()) if path else {}
-    except (OSError, yaml.YAMLError) as error:
+        data: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read configuration {path}: {error}") from error
-    if not isinstance(data or {}, dict):
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
         raise ConfigError(f"configuration {path} must be a map of sections")
-    merged = _merge(_merge(data or {}, _from_env()), overrides or {})
+    merged = _merge(_merge(data, _from_env()), overrides or {})
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -241,19 +290,41 @@ def load_config(path: str | None = None, overrides: dict[str, Any] | None = None
 
 def _from_env() -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for name, value in os.environ.items():
-        if name.startswith(ENV_PREFIX):
-            *sections, field = name.removeprefix(ENV_PREFIX).lower().split("__")
-            target = out
-            for section in sections:
-                target = target.setdefault(section, {})
-            target[field] = yaml.safe_load(value)
+    for name in sorted(os.environ, key=str.lower):  # a section comes before its fields
+        if not name.startswith(ENV_PREFIX):
+            continue
+        field: Any = _env_value(name)
+        for part in reversed(name.removeprefix(ENV_PREFIX).lower().split("__")):
+            field = {part: field}
+        if _hides(out, field):
+            raise ConfigError(f"{name} sets a field of what another variable sets as a whole")
+        out = _merge(out, field)
     return out
+
+
+def _env_value(name: str) -> Any:
+    try:
+        return yaml.safe_load(os.environ[name])
+    except yaml.YAMLError as error:
+        # Without the value: it may hold a password.
+        problem = getattr(error, "problem", None) or "malformed"
+        raise ConfigError(f"the value of {name} is not YAML: {problem}") from None
+
+
+def _hides(base: dict[str, Any], over: dict[str, Any]) -> bool:
+    """Whether `over` puts a map where `base` has a plain value."""
+    for key, value in over.items():
+        if key in base and base[key] is not None and isinstance(value, dict):
+            if not isinstance(base[key], dict) or _hides(base[key], value):
+                return True
+    return False
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in over.items():
+        if value is None and isinstance(out.get(key), dict):
+            continue  # an empty section changes nothing
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = _merge(out[key], value) if both else value
     return out

@@ -74,6 +74,8 @@ QUEUED_FRAMES = 4
 """Frames that a writer may be ahead of the network, 1 MiB each."""
 MAX_IDS = 256
 MIN_TOKEN_CHARS = 16
+CHECK_S = 0.1
+"""How often a waiting writer looks whether it should go on."""
 ATTEMPTS = 4
 BACKOFF_S = 0.05
 OPTIONS = [
@@ -85,6 +87,10 @@ OPTIONS = [
     # Despite its name the time that one attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # A store whose machine vanished is noticed in 15 s, also while a call waits for it.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 
 _In = TypeVar("_In", bound=Message)
@@ -208,6 +214,8 @@ class StoreClient:
         lease_token: str = "",
         expected_bytes: int = 0,
         timeout_s: float = 600.0,
+        ancestors: Sequence[str] = (),
+        check: Callable[[], None] | None = None,
     ) -> NodeWriter:
         """Start writing a node; nothing is visible before NodeWriter.commit.
 
@@ -217,14 +225,18 @@ class StoreClient:
             lease_token: from `acquire_lease`, or empty.
             expected_bytes: payload bytes to come, for early refusal; 0 = unknown.
             timeout_s: deadline of the whole put.
+            ancestors: the node's, root first; the store keeps them while the put runs.
+            check: called often while the writer waits for the network or the store;
+                what it raises aborts the put and is raised by `send` or `commit`.
         """
         begin = pb.PutBegin(
             node_id=node_id,
             attempt=attempt,
             lease_token=lease_token,
             expected_bytes=expected_bytes,
+            ancestors=ancestors,
         )
-        return NodeWriter(self._call("PutNode"), self._metadata(), begin, timeout_s)
+        return NodeWriter(self._call("PutNode"), self._metadata(), begin, timeout_s, check)
 
     def open_get(
         self,
@@ -355,8 +367,12 @@ class StoreClient:
         handle: str,
         lease_ms: int,
         ttl_ms: int,
+        lease_token: str = "",
     ) -> pb.BeginRequestResponse:
         """Start a request under an idempotency key, or learn that it runs or is done.
+
+        With the `lease_token` of a running attempt, extend that one instead: RUN and the
+        same token if it still holds it, otherwise RUNNING or DONE.
 
         Raises:
             IdempotencyConflictError: if the key was used with another request.
@@ -368,8 +384,10 @@ class StoreClient:
             handle=handle,
             lease_ms=lease_ms,
             ttl_ms=ttl_ms,
+            lease_token=lease_token,
         )
-        response: pb.BeginRequestResponse = self._once("BeginRequest", request)
+        call = self._idempotent if lease_token else self._once
+        response: pb.BeginRequestResponse = call("BeginRequest", request)
         return response
 
     def finish_request(self, tenant: str, key_digest: str, lease_token: str, answer: bytes) -> bool:
@@ -393,10 +411,17 @@ class StoreClient:
             out += [list(entry.targets) for entry in response.entries]
         return out
 
-    def acquire_lease(self, node_id: str, ttl_ms: int) -> pb.AcquireLeaseResponse:
-        """Take the lease to prefill a node, or learn how long another has it."""
-        request = pb.AcquireLeaseRequest(node_id=node_id, ttl_ms=ttl_ms)
-        response: pb.AcquireLeaseResponse = self._once("AcquireLease", request)
+    def acquire_lease(
+        self, node_id: str, ttl_ms: int, lease_token: str = ""
+    ) -> pb.AcquireLeaseResponse:
+        """Take the lease to prefill a node, or learn how long another has it.
+
+        With a `lease_token`, extend the lease that it holds to at least `ttl_ms` from
+        now; `acquired` is False if it no longer does.
+        """
+        request = pb.AcquireLeaseRequest(node_id=node_id, ttl_ms=ttl_ms, lease_token=lease_token)
+        call = self._idempotent if lease_token else self._once
+        response: pb.AcquireLeaseResponse = call("AcquireLease", request)
         return response
 
     def release_lease(self, node_id: str, lease_token: str) -> bool:
@@ -481,8 +506,10 @@ class NodeWriter:
         metadata: list[tuple[str, str]],
         begin: pb.PutBegin,
         timeout_s: float,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._node_id = begin.node_id
+        self._check = check
         self._queue: queue.Queue[bytes | None] = queue.Queue(QUEUED_FRAMES)
         self._ended = threading.Event()
         self._count = 0
@@ -498,6 +525,7 @@ class NodeWriter:
 
         Raises:
             CriticalKVError: the typed error of the stream, if it has failed.
+            Exception: whatever `check` raised; the put is aborted.
         """
         self._enqueue(encode_segment(self._count, payload))
         self._count += 1
@@ -516,6 +544,9 @@ class NodeWriter:
             LeaseLostError: if another holds the node's lease by now.
             StoreFullError: if the node does not fit.
             InvalidRequestError: if manifest and segments differ.
+            NodeMissingError: if the parent was deleted meanwhile.
+            Exception: whatever `check` raised. The put is aborted, but the node may have
+                been published at that moment.
         """
         commit = pb.PutCommit(
             segment_count=self._count,
@@ -548,22 +579,35 @@ class NodeWriter:
     def _enqueue(self, frame: bytes | None) -> None:
         while not self._ended.is_set():
             try:
-                self._queue.put(frame, timeout=0.1)
+                self._queue.put(frame, timeout=CHECK_S)
                 return
             except queue.Full:
-                continue
+                self._look()
         if frame is not None:
             self._result()
             raise StoreUnavailableError("the put has ended already")
 
     def _result(self) -> pb.PutResult:
+        while True:
+            try:
+                result: pb.PutResult = self._future.result(CHECK_S)
+            except grpc.FutureTimeoutError:
+                self._look()
+            except grpc.FutureCancelledError as error:
+                raise CancelledError("the put was cancelled") from error
+            except grpc.RpcError as error:
+                raise typed_error(error, self._node_id) from error
+            else:
+                return result
+
+    def _look(self) -> None:
         try:
-            result: pb.PutResult = self._future.result()
-        except grpc.FutureCancelledError as error:
-            raise CancelledError("the put was cancelled") from error
-        except grpc.RpcError as error:
-            raise typed_error(error, self._node_id) from error
-        return result
+            if self._check is not None:
+                self._check()
+        except BaseException:
+            self._future.cancel()
+            self._end()
+            raise
 
     def _frames(self) -> Iterator[bytes]:
         # Runs in a thread of gRPC. Nothing but the end of the call stops it early.

@@ -26,6 +26,7 @@ from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.cache.wire import TORCH_DTYPE
 from criticalkv.shared.config import Config, DecodeConfig
+from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tenant_salt, tokens_digest
 from criticalkv.shared.model.loader import LoadedModel, load_model
@@ -124,7 +125,7 @@ class _Bench:
         details = {
             "cold_s": cold,
             "transformers_s": median(theirs),
-            "cold_vs_transformers": median(o / t for o, t in zip(ours, theirs, strict=True)),
+            "cold_vs_transformers": cold / median(theirs),
             "scoring_over_prefill": compressed.scoring_ms / compressed.prefill_ms,
             "full_kv_bytes": self._full_bytes(n),
             "stored_bytes": dict(zip(compressed.tiers, compressed.tier_bytes, strict=True)),
@@ -133,7 +134,6 @@ class _Bench:
                     "ttft_s": median(warm[tier]),
                     "speedup": cold / median(warm[tier]),
                     "bytes_pulled": pulled[tier],
-                    "prefill_tokens": 0,
                 }
                 for tier in TIERS
             },
@@ -142,7 +142,10 @@ class _Bench:
 
     def _tokens(self, n: int) -> tuple[int, ...]:
         text = "\n\n".join(topics[name] for name in ("compound", "types", "specialnames"))
-        return tuple(self._model.chat.encode_content(text)[:n])
+        ids = tuple(self._model.chat.encode_content(text)[:n])
+        if len(ids) < n:
+            raise ConfigError(f"the text has only {len(ids)} of {n} tokens in this tokenizer")
+        return ids
 
     def _plain_forward(self, ids: tuple[int, ...]) -> float:
         tokens = torch.tensor([ids], device=self._model.device)

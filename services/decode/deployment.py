@@ -45,10 +45,6 @@ class Decode:
         finally:
             sequence.cancelled.set()
 
-    async def load(self) -> dict[str, int]:
-        """Return what this replica is doing now."""
-        return {"in_flight": self._engine.in_flight, "running": self._engine.running}
-
     def check_health(self) -> None:
         """Raise if the step thread has died, so that Serve replaces the replica."""
         self._engine.check_health()

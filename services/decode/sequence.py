@@ -13,6 +13,7 @@ from torch import Tensor
 from criticalkv.services.decode.pool import SequenceKV
 from criticalkv.services.decode.sampling import Sampler, top_logprobs
 from criticalkv.services.decode.text import StopMatch, TextStream
+from criticalkv.services.decode.token_bytes import TokenBytes
 from criticalkv.shared.chain import Chain
 from criticalkv.shared.errors import CriticalKVError
 from criticalkv.shared.model.loader import LoadedModel
@@ -51,6 +52,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self._sampler = Sampler(self.request.sampling)
+        self._tokens = TokenBytes(self.model.tokenizer)
         self._text = TextStream(self.model.tokenizer, self.request.sampling.stop)
         self._logprobs: list[TokenLogprob] = []
         self._told = 0
@@ -134,12 +136,12 @@ class Sequence:
         if count is None:
             return
         logprob, top = top_logprobs(logits, token, count)
-        show = self.model.tokenizer.decode
+        show = self._tokens.show
         self._logprobs.append(
             TokenLogprob(
                 token_id=token,
-                token=show([token]),
+                token=show(token),
                 logprob=logprob,
-                top=tuple((show([i]), p) for i, p in top),
+                top=tuple((show(i), p) for i, p in top),
             )
         )

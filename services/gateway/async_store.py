@@ -16,7 +16,7 @@ from criticalkv.shared.store_client import StoreClient
 
 Value = TypeVar("Value")
 HEALTH_THREADS = 2
-RELEASE_THREADS = 4
+LEASE_THREADS = 4
 
 log = logging.getLogger(__name__)
 
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 class AsyncStore:
     """Awaitable calls of a `StoreClient`; at most `threads` at once.
 
-    Health checks, and what gives leases and keys back, have threads of their own: they
-    must not wait behind calls that hang.
+    Health checks, and what renews leases and gives them back, have threads of their own:
+    they must not wait behind calls that hang.
     """
 
     def __init__(self, client: StoreClient, threads: int = 16) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="store")
         self._health = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="store-health")
-        self._releases = ThreadPoolExecutor(RELEASE_THREADS, thread_name_prefix="store-release")
+        self._leases = ThreadPoolExecutor(LEASE_THREADS, thread_name_prefix="store-lease")
 
     def close(self) -> None:
         """Stop the threads and close the client."""
-        for pool in (self._pool, self._health, self._releases):
+        for pool in (self._pool, self._health, self._leases):
             pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
@@ -101,10 +101,30 @@ class AsyncStore:
             lambda: self._client.begin_request(tenant, key, request, handle, lease_ms, ttl_ms), undo
         )
 
+    async def renew_request(
+        self,
+        tenant: str,
+        key: str,
+        request: str,
+        handle: str,
+        lease_ms: int,
+        ttl_ms: int,
+        token: str,
+    ) -> bool:
+        """Extend a claim; False if the token no longer holds it."""
+
+        def call() -> bool:
+            answer = self._client.begin_request(
+                tenant, key, request, handle, lease_ms, ttl_ms, lease_token=token
+            )
+            return answer.state == pb.BeginRequestResponse.RUN
+
+        return await self._call(call, pool=self._leases)
+
     async def finish_request(self, tenant: str, key: str, token: str, answer: bytes) -> bool:
         """Store a request's answer; empty = forget the attempt."""
         return await self._call(
-            lambda: self._client.finish_request(tenant, key, token, answer), pool=self._releases
+            lambda: self._client.finish_request(tenant, key, token, answer), pool=self._leases
         )
 
     async def acquire_lease(self, node_id: NodeId, ttl_ms: int) -> pb.AcquireLeaseResponse:
@@ -116,10 +136,17 @@ class AsyncStore:
 
         return await self._call(lambda: self._client.acquire_lease(node_id, ttl_ms), undo)
 
+    async def renew_lease(self, node_id: NodeId, ttl_ms: int, token: str) -> bool:
+        """Extend a lease; False if the token no longer holds it."""
+        return await self._call(
+            lambda: self._client.acquire_lease(node_id, ttl_ms, lease_token=token).acquired,
+            pool=self._leases,
+        )
+
     async def release_lease(self, node_id: NodeId, token: str) -> bool:
         """Give a lease back."""
         return await self._call(
-            lambda: self._client.release_lease(node_id, token), pool=self._releases
+            lambda: self._client.release_lease(node_id, token), pool=self._leases
         )
 
     async def healthy(self) -> bool:
@@ -146,7 +173,7 @@ class AsyncStore:
         if done.cancelled() or done.exception() is not None:
             return
         try:
-            self._releases.submit(_undo, undo, done.result())
+            self._leases.submit(_undo, undo, done.result())
         except RuntimeError:
             log.info("the gateway stops; a lease is left to expire")
 

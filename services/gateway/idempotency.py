@@ -19,13 +19,15 @@ from criticalkv.services.gateway.answer import Collector, Reply, ReplyEvent, Sto
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.auth import Tenant
 from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.lease import keep
 from criticalkv.shared.errors import CriticalKVError, InvalidRequestError
 from criticalkv.shared.identity import canonical_digest
 
 MAX_KEY_CHARS = 256
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-MAX_LEASE_MS = 3600 * 1000
+LEASE_MS = 30_000
+RENEW_S = 10.0  # a lease is short, so that a gateway's death does not block the key for long
 POLL_S = (0.05, 1.0)
 # How an answer is delivered is not what is asked.
 _DELIVERY = ("stream", "stream_options")
@@ -91,24 +93,36 @@ class Idempotency:
         claim = await self._claim(key, deadline)
         if claim.state == pb.BeginRequestResponse.DONE:
             return StoredReply(_unpack(claim.answer))
+        renewal = keep(lambda: self._renew(key, claim.lease_token), RENEW_S, deadline)
+
+        async def finish(answer: bytes) -> None:
+            try:
+                await self._finish(key, claim.lease_token, answer)
+            finally:
+                renewal.cancel()
+
         try:
             reply = await start(claim.handle)
         except BaseException:
-            await self._finish(key, claim.lease_token, b"")
+            await finish(b"")
             raise
-        return _Recorded(reply, wants_logprobs, lambda a: self._finish(key, claim.lease_token, a))
+        return _Recorded(reply, wants_logprobs, finish)
 
     async def _claim(self, key: Key, deadline: Deadline) -> pb.BeginRequestResponse:
         pause = POLL_S[0]
         while True:
-            lease_ms = min(int(1000 * deadline.remaining()) + 1000, MAX_LEASE_MS)
             claim = await self._store.begin_request(
-                key.tenant, key.digest, key.request_digest, key.handle, lease_ms, self._ttl_ms
+                key.tenant, key.digest, key.request_digest, key.handle, LEASE_MS, self._ttl_ms
             )
             if claim.state != pb.BeginRequestResponse.RUNNING:
                 return claim
             await asyncio.sleep(min(pause, deadline.remaining()))
             pause = min(2 * pause, POLL_S[1])
+
+    async def _renew(self, key: Key, token: str) -> bool:
+        return await self._store.renew_request(
+            key.tenant, key.digest, key.request_digest, key.handle, LEASE_MS, self._ttl_ms, token
+        )
 
     async def _finish(self, key: Key, token: str, answer: bytes) -> None:
         if len(answer) > MAX_ANSWER_BYTES:

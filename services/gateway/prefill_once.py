@@ -8,15 +8,15 @@ import logging
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.lease import keep
 from criticalkv.services.gateway.metrics import Metrics
 from criticalkv.services.gateway.nodes import enough
 from criticalkv.services.gateway.workers import WorkerLostError, Workers
 from criticalkv.shared.errors import LeaseLostError, NodeMissingError
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
-LEASE_BASE_MS = 60_000
-LEASE_MS_PER_TOKEN = 50  # a slow CPU under a replaying policy
-MAX_LEASE_MS = 3600 * 1000  # the store gives no longer one
+LEASE_MS = 60_000
+RENEW_S = 20.0  # a lease is short, so that a gateway's death blocks nobody for long
 POLL_S = (0.02, 0.5)  # first and longest pause of a waiter
 ATTEMPTS = 2
 
@@ -48,7 +48,7 @@ class Prefiller:
             stat = (await self._store.stat([request.node_id]))[0]
             if stat.present and enough(stat.tiers, at_least):
                 return stat, None
-            lease = await self._store.acquire_lease(request.node_id, _lease_ms(request))
+            lease = await self._store.acquire_lease(request.node_id, LEASE_MS)
             if lease.acquired:
                 found = await self._leased(request, lease.lease_token, at_least, deadline)
                 if found is not None:
@@ -62,6 +62,9 @@ class Prefiller:
     async def _leased(
         self, request: PrefillRequest, token: str, at_least: str | None, deadline: Deadline
     ) -> tuple[pb.NodeStat, PrefillResult | None] | None:
+        renewal = keep(
+            lambda: self._store.renew_lease(request.node_id, LEASE_MS, token), RENEW_S, deadline
+        )
         try:
             # Its last holder may have published between our look and our lease.
             stat = (await self._store.stat([request.node_id]))[0]
@@ -72,6 +75,7 @@ class Prefiller:
             log.info("lease of %s was lost; looking again", request.node_id[:16])
             return None
         finally:
+            renewal.cancel()
             await self._store.release_lease(request.node_id, token)
         stat = (await self._store.stat([request.node_id]))[0]
         return (stat, result) if stat.present else None
@@ -91,8 +95,3 @@ class Prefiller:
             self._metrics.prefilled(len(request.token_ids), result.total_ms)
             return result
         raise AssertionError("unreachable")
-
-
-def _lease_ms(request: PrefillRequest) -> int:
-    wanted = LEASE_BASE_MS + LEASE_MS_PER_TOKEN * len(request.token_ids)
-    return min(wanted, MAX_LEASE_MS)

@@ -11,6 +11,7 @@ from criticalkv.shared.errors import CorruptNodeError, InvalidRequestError
 from criticalkv.shared.identity import canonical_tier
 
 MAX_IDS = 256
+MAX_ANCESTORS = 1024
 MAX_TTL_MS = 10 * 365 * 24 * 3600 * 1000
 MAX_LEASE_MS = 3600 * 1000
 MAX_ANSWER_BYTES = 1 << 20
@@ -29,10 +30,10 @@ def node_id(value: str, field: str = "node_id") -> str:
     return _match(_HEX64, value, field, "64 lower-case hex digits")
 
 
-def node_ids(values: list[str], field: str = "node_ids") -> list[str]:
-    """Return at most 256 valid ids."""
-    if len(values) > MAX_IDS:
-        raise InvalidRequestError(f"{field} has {len(values)} ids, at most {MAX_IDS}", param=field)
+def node_ids(values: list[str], field: str = "node_ids", limit: int = MAX_IDS) -> list[str]:
+    """Return at most `limit` valid ids."""
+    if len(values) > limit:
+        raise InvalidRequestError(f"{field} has {len(values)} ids, at most {limit}", param=field)
     return [node_id(value, field) for value in values]
 
 
@@ -96,6 +97,8 @@ def check_commit(begin: pb.PutBegin, commit: pb.PutCommit) -> Manifest:
         raise InvalidRequestError("the manifest is of another node", param="manifest_parts")
     if manifest.attempt != begin.attempt:
         raise InvalidRequestError("the manifest is of another attempt", param="manifest_parts")
+    if begin.ancestors and tuple(begin.ancestors) != manifest.ancestors:
+        raise InvalidRequestError("the manifest has other ancestors than begin", param="ancestors")
     if record.identity != manifest.identity or record.ancestors != manifest.ancestors:
         raise InvalidRequestError("the token record is of another node", param="token_record")
     if len(record.token_ids) != manifest.num_tokens:

@@ -62,6 +62,11 @@ def children(node_id: str) -> str:
     return f"ckv:{{{node_id}}}:c"
 
 
+def holds(node_id: str) -> str:
+    """Sorted set of running puts of descendants, by the end of their lease, ms."""
+    return f"ckv:{{{node_id}}}:w"
+
+
 def bindings(node_id: str) -> str:
     """Sorted set of handle digests that point at the node, by their expiry, ms."""
     return f"ckv:{{{node_id}}}:h"

@@ -56,9 +56,11 @@ class Nodes:
 
         Raises:
             LeaseLostError: if another holds the node's lease, or segments have expired.
+            NodeMissingError: if neither the parent nor its token record is stored.
         """
         node_id, ttl_ms = manifest.node_id, commit.ttl_ms or self._node_ttl_ms
-        await self._adopt(manifest)
+        if not await self._adopt(manifest):
+            raise NodeMissingError.of(manifest.ancestors[-1], "the parent has been deleted")
         reply = await self._redis.run(
             scripts.PUBLISH,
             [
@@ -67,6 +69,7 @@ class Nodes:
                 keys.pinned_below(node_id),
                 keys.lease(node_id),
                 keys.record(node_id),
+                keys.children(node_id),
             ],
             [
                 keys.segments(node_id, manifest.attempt),
@@ -99,7 +102,9 @@ class Nodes:
         if reply[2] and reply[2] != manifest.attempt.encode():
             old = keys.member(node_id, _text(reply[2]))
             await self._books.trash(old, self._grace_ms)
-        await self._adopt(manifest)
+        if not await self._adopt(manifest):  # deleted between the two steps
+            await self.drop(node_id, manifest.attempt, guard="unbind")
+            raise NodeMissingError.of(manifest.ancestors[-1], "the parent has been deleted")
         await self._extend(list(manifest.ancestors), ttl_ms + ANCESTOR_MARGIN_MS)
         return pb.PutResult(published=True, generation=int(reply[1]), stored_bytes=nbytes)
 
@@ -133,6 +138,11 @@ class Nodes:
         )
         return [bool(reply) for reply in replies]
 
+    async def names(self, node_id: str, attempt: str) -> bool:
+        """Whether the node is stored and its manifest names this attempt."""
+        found = await self._redis.command("HGET", keys.manifest(node_id), "attempt")
+        return found is not None and bytes(found) == attempt.encode()
+
     async def known(self, node_id: str) -> bool:
         """Whether the node or at least its token record is stored."""
         found = await self._redis.command("EXISTS", keys.manifest(node_id), keys.record(node_id))
@@ -153,6 +163,17 @@ class Nodes:
         await self._extend(ancestors, ttl_ms + ANCESTOR_MARGIN_MS)
         return bool(await self._extend([node_id], ttl_ms))
 
+    async def hold(self, member: str, ancestors: Sequence[str], lease_ms: int) -> None:
+        """Keep what a running put stands on: no eviction, no expiry before the lease's."""
+        calls: list[Call] = [(scripts.HOLD, [keys.holds(a)], [member, lease_ms]) for a in ancestors]
+        if calls:
+            await self._redis.run_many(calls)
+            await self._extend(ancestors, lease_ms)
+
+    async def let_go(self, member: str, ancestors: Sequence[str]) -> None:
+        """End `hold`."""
+        await self._redis.commands([("ZREM", keys.holds(a), member) for a in ancestors])
+
     async def pin(self, tenant: str, node_id: str) -> int:
         """Keep a node and its ancestors; return the node's number of pins.
 
@@ -168,6 +189,9 @@ class Nodes:
             await self._redis.run_many(calls)
             own = self._pin(1, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
             pins = int((await self._redis.run_many([own]))[0])
+            # It vanished between the steps: no pin of it will ever free its ancestors.
+            if pins < 0 and not await self._redis.command("SCARD", keys.pins(node_id)):
+                await self._unmark(node_id, ancestors)
         if pins < 0:
             raise NodeMissingError.of(node_id, "not stored")
         return pins
@@ -177,11 +201,7 @@ class Nodes:
         own = self._pin(0, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
         pins = int((await self._redis.run_many([own]))[0])
         if pins == 0:
-            calls = [
-                self._pin(0, a, keys.pinned_below(a), keys.pins(a), node_id)
-                for a in await self.ancestors(node_id) or []
-            ]
-            await self._redis.run_many(calls)
+            await self._unmark(node_id, await self._lineage(node_id))
         return pins
 
     async def drop(self, node_id: str, attempt: str = "", guard: str = "") -> tuple[str, int]:
@@ -189,11 +209,13 @@ class Nodes:
 
         Args:
             attempt: drop only if the manifest names it; empty = any.
-            guard: "" nothing protects the node, "evict" pins and children do,
-                "unbind" handles too.
+            guard: "" nothing protects the node; "evict" pins, children and running
+                puts below it do; "unbind" pins, children and handles do, and the token
+                record goes as well.
 
         Returns:
-            ("dropped", bytes) or (why not, 0): absent, other, pinned, parent, bound.
+            ("dropped", bytes) or (why not, 0): absent, other, pinned, parent, held,
+            bound.
         """
         reply = await self._redis.run(
             scripts.DROP,
@@ -203,11 +225,13 @@ class Nodes:
                 keys.pinned_below(node_id),
                 keys.children(node_id),
                 keys.bindings(node_id),
+                keys.record(node_id),
+                keys.holds(node_id),
             ],
             [attempt, guard],
         )
         outcome = _text(reply[0])
-        if outcome == "parent" and await self._forget_dead_children(node_id):
+        if outcome == "parent" and await self._forget_dead_children(node_id, guard):
             return await self.drop(node_id, attempt, guard)
         if outcome == "absent":
             await self._books.forget(node_id)
@@ -220,18 +244,21 @@ class Nodes:
     async def delete_unreferenced(self, node_id: str) -> list[str]:
         """Remove a node and its record if nothing refers to it, then its ancestors.
 
+        Descendants without handle or pin go first. What has one stays, with all above
+        and below it. An ancestor's other descendants are left alone.
+
         Returns:
-            The nodes that went, the given one first.
+            The nodes that went, leaves first.
         """
         ancestors = await self._lineage(node_id)
+        parent = ancestors[-1] if ancestors else ""
         gone: list[str] = []
-        for candidate in [node_id, *reversed(ancestors)]:
-            outcome, _ = await self.drop(candidate, guard="unbind")
-            if outcome not in ("dropped", "absent"):
-                break
-            await self._redis.command("UNLINK", keys.record(candidate))
-            if outcome == "dropped":
-                gone.append(candidate)
+        went = False
+        for candidate, above in reversed(await self._loose_family(node_id, parent)):
+            went = await self._delete(candidate, above, gone)
+        while went and ancestors:
+            candidate = ancestors.pop()
+            went = await self._delete(candidate, ancestors[-1] if ancestors else "", gone)
         return gone
 
     async def unlink_segments(self, node_id: str, attempt: str, count: int) -> None:
@@ -247,6 +274,30 @@ class Nodes:
         """A node's ancestors, root first; None if it is not stored."""
         found = await self._redis.command("HGET", keys.manifest(node_id), "ancestors")
         return None if found is None else found.decode().split()
+
+    async def _loose_family(self, node_id: str, parent: str) -> list[tuple[str, str]]:
+        # (node, its parent), parents before children; nothing below a handle or a pin.
+        family = [(node_id, parent)]
+        for node, _ in family:
+            found = await self._redis.run(
+                scripts.LOOSE_CHILDREN,
+                [keys.pins(node), keys.bindings(node), keys.children(node)],
+                [],
+            )
+            family += [(child.decode(), node) for child in found]
+        return family
+
+    async def _delete(self, node_id: str, parent: str, gone: list[str]) -> bool:
+        outcome, _ = await self.drop(node_id, guard="unbind")
+        if outcome == "dropped":
+            gone.append(node_id)
+        elif outcome == "absent" and parent:
+            await self._redis.command("ZREM", keys.children(parent), node_id)
+        return outcome in ("dropped", "absent")
+
+    async def _unmark(self, node_id: str, ancestors: Sequence[str]) -> None:
+        calls = [self._pin(0, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors]
+        await self._redis.run_many(calls)
 
     async def _lineage(self, node_id: str) -> list[str]:
         # Without the manifest (expired) the ancestors are found through the record.
@@ -267,27 +318,31 @@ class Nodes:
         if parent:
             await self._redis.command("ZREM", keys.children(parent), node_id)
 
-    async def _forget_dead_children(self, node_id: str) -> bool:
+    async def _forget_dead_children(self, node_id: str, guard: str) -> bool:
         found = await self._redis.command("ZRANGE", keys.children(node_id), 0, -1)
         children = [child.decode() for child in found]
         alive = await self.present(children)
         dead = [child for child, lives in zip(children, alive, strict=True) if not lives]
+        if guard == "unbind":  # the record of a child with a handle leads to this node
+            replies = await self._redis.commands([("EXISTS", keys.bindings(c)) for c in dead])
+            dead = [child for child, bound in zip(dead, replies, strict=True) if not bound]
         if not dead:
             return False
         return bool(await self._redis.run(scripts.DISOWN, [keys.children(node_id)], dead))
 
-    async def _adopt(self, manifest: Manifest) -> None:
-        if manifest.ancestors:
-            parent = manifest.ancestors[-1]
-            await self._redis.run(
-                scripts.ADOPT, [keys.children(parent)], [manifest.node_id, ADOPTION_MS]
-            )
+    async def _adopt(self, manifest: Manifest) -> bool:
+        if not manifest.ancestors:
+            return True
+        parent = manifest.ancestors[-1]
+        names = [keys.children(parent), keys.manifest(parent), keys.record(parent)]
+        adopted = await self._redis.run(scripts.ADOPT, names, [manifest.node_id, ADOPTION_MS])
+        return bool(adopted)
 
     async def _extend(self, node_ids: Sequence[str], ttl_ms: int) -> int:
         calls: list[Call] = [
             (
                 scripts.TOUCH,
-                [keys.manifest(node_id), keys.record(node_id)],
+                [keys.manifest(node_id), keys.record(node_id), keys.children(node_id)],
                 [keys.segments(node_id, "")[:-1], ttl_ms, self._grace_ms, self._record_ttl_ms],
             )
             for node_id in node_ids
@@ -297,7 +352,13 @@ class Nodes:
     def _pin(self, on: int, node_id: str, changed: str, other: str, member: str) -> Call:
         return (
             scripts.PIN,
-            [keys.manifest(node_id), changed, other, keys.record(node_id)],
+            [
+                keys.manifest(node_id),
+                changed,
+                other,
+                keys.record(node_id),
+                keys.children(node_id),
+            ],
             [
                 on,
                 keys.segments(node_id, "")[:-1],

@@ -122,6 +122,8 @@ def _popen(write_fd: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         pass_fds=(write_fd,),
         env={**os.environ, **ENVIRONMENT},
+        # A signal to the whole group is for the parent: it stops the store last.
+        start_new_session=True,
     )
 
 

@@ -59,6 +59,7 @@ class Writer:
             InvalidRequestError: for frames out of order or a manifest that does not fit.
             StoreFullError: if the node does not fit.
             LeaseLostError: if the lease was lost.
+            NodeMissingError: if the parent was deleted meanwhile.
             CancelledError: if the stream ended without a commit.
         """
         begin = await _begin(frames)
@@ -94,6 +95,7 @@ class _Attempt:
 
     async def receive(self, frames: AsyncIterator[bytes]) -> pb.PutCommit:
         """Take in all segments; return the commit frame once they are in Redis."""
+        await self._hold_ancestors()  # before anything is evicted for this put
         if self._begin.expected_bytes:
             await self._reserve(self._begin.expected_bytes)
         async for data in frames:
@@ -117,23 +119,30 @@ class _Attempt:
             result = await self._writer.nodes.publish(manifest, commit, self._begin.lease_token)
             published = result.published
         finally:
-            if not published:
+            if published:
+                await self._let_go()
+            else:
                 await self.abandon()
         METRICS.puts.labels("published" if published else "present").inc()
         METRICS.bytes_in.inc(self._total)
         return result
 
     async def abandon(self) -> None:
-        """Free everything that this attempt has written or reserved."""
+        """Free everything that this attempt has written or reserved.
+
+        Nothing if it was published: then a later step failed, and the janitor mends it.
+        """
         self._renewer.cancel()
         METRICS.puts.labels("abandoned").inc()
         if self._running is not None:
             await asyncio.wait([self._running])  # or it would write after the unlink
             self._running.exception()
+        await self._let_go()
+        nodes, node_id = self._writer.nodes, self._begin.node_id
         try:
-            await self._writer.nodes.unlink_segments(
-                self._begin.node_id, self._begin.attempt, self._written
-            )
+            if await nodes.names(node_id, self._begin.attempt):
+                return
+            await nodes.unlink_segments(node_id, self._begin.attempt, self._written)
             await self._writer.books.release(self._member)
         except CriticalKVError as error:
             # The caller gets the error that came first; the leases expire by themselves.
@@ -205,10 +214,20 @@ class _Attempt:
 
     async def _renew_once(self) -> None:
         prefix = keys.segments(self._begin.node_id, self._begin.attempt)
+        await self._hold_ancestors()
         await self._writer.books.renew(self._member, self._writer.lease_ms)
         await self._writer.redis.run(
             scripts.RENEW, [prefix + "0"], [prefix, 0, self._written, self._writer.lease_ms]
         )
+
+    async def _hold_ancestors(self) -> None:
+        await self._writer.nodes.hold(self._member, self._begin.ancestors, self._writer.lease_ms)
+
+    async def _let_go(self) -> None:
+        try:
+            await self._writer.nodes.let_go(self._member, self._begin.ancestors)
+        except CriticalKVError as error:
+            log.warning("ancestors of a put stay until its lease ends: %s", error)
 
 
 async def _begin(frames: AsyncIterator[bytes]) -> pb.PutBegin:
@@ -218,6 +237,7 @@ async def _begin(frames: AsyncIterator[bytes]) -> pb.PutBegin:
             raise InvalidRequestError("the first frame must be begin", param="kind")
         checks.node_id(frame.begin.node_id)
         checks.attempt(frame.begin.attempt)
+        checks.node_ids(list(frame.begin.ancestors), "ancestors", checks.MAX_ANCESTORS)
         return frame.begin
     raise CancelledError("the stream ended before its first frame")
 

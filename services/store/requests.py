@@ -23,6 +23,8 @@ class Requests:
     async def begin(self, request: pb.BeginRequestRequest) -> pb.BeginRequestResponse:
         """Start a request, or learn that it runs or is done.
 
+        With a token the attempt that it runs is extended, and none is started.
+
         Raises:
             IdempotencyConflictError: if the key was used with another request.
         """
@@ -38,6 +40,7 @@ class Requests:
                 secrets.token_hex(16),
                 lease_ms,
                 checks.ttl(request.ttl_ms, self._ttl_ms),
+                request.lease_token,
             ],
         )
         if state == 0:

@@ -12,10 +12,24 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
-# KEYS: manifest, pins, pinned_below, lease, record
+# A list of children lives as long as what it belongs to, the record included.
+_WITH_LISTS = """#!lua flags=allow-oom
+local function keep_list(children, manifest, record)
+  local left = {redis.call('PTTL', manifest), redis.call('PTTL', record)}
+  if left[1] == -1 or left[2] == -1 then
+    redis.call('PERSIST', children)
+  else
+    redis.call('PEXPIRE', children, math.max(left[1], left[2], 1))
+  end
+end
+"""
+
+# KEYS: manifest, pins, pinned_below, lease, record, children
 # ARGV: segment prefix, segments, lease token, ttl ms, grace ms, record, record ttl ms,
 #       top tier, then the manifest's field-value pairs
-PUBLISH = """#!lua flags=allow-oom
+PUBLISH = (
+    _WITH_LISTS
+    + """
 local prefix, count, token = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local ttl, grace = tonumber(ARGV[4]), tonumber(ARGV[5])
 for i = 0, count - 1 do
@@ -24,17 +38,20 @@ end
 local holder = redis.call('GET', KEYS[4])
 if holder and holder ~= token then return {'lease'} end
 redis.call('SET', KEYS[5], ARGV[6], 'PX', math.max(ARGV[7], ttl, redis.call('PTTL', KEYS[5])))
-local old = redis.call('HMGET', KEYS[1], 'generation', 'top', 'attempt', 'count', 'hits')
+local old = redis.call('HMGET', KEYS[1], 'generation', 'top', 'attempt', 'count', 'hits',
+  'ttl', 'record_ttl')
 local pinned = redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0
 if old[1] and tonumber(old[2]) >= tonumber(ARGV[8]) then
   if pinned then redis.call('PERSIST', KEYS[5]) end
+  keep_list(KEYS[6], KEYS[1], KEYS[5])
   return {'present', tonumber(old[1])}
 end
 local generation = (tonumber(old[1]) or 0) + 1
 local left = redis.call('PTTL', KEYS[1])
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'generation', generation, 'top', ARGV[8], 'count', count,
-  'hits', old[5] or 0)
+  'hits', old[5] or 0, 'ttl', math.max(ttl, tonumber(old[6]) or 0),
+  'record_ttl', math.max(ARGV[7], tonumber(old[7]) or 0))
 for i = 9, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 if pinned then
   redis.call('PERSIST', KEYS[5])
@@ -44,17 +61,23 @@ else
   redis.call('PEXPIRE', KEYS[1], ttl)
   for i = 0, count - 1 do redis.call('PEXPIRE', prefix .. i, ttl + grace) end
 end
+keep_list(KEYS[6], KEYS[1], KEYS[5])
 return {'published', generation, old[3] or '', tonumber(old[4]) or 0}
 """
+)
 
-# Extend a node's life to at least ttl. KEYS: manifest, record
+# Extend a node's life to at least ttl. KEYS: manifest, record, children
 # ARGV: segment prefix up to the attempt, ttl ms, grace ms, record ttl ms
-TOUCH = """#!lua flags=allow-oom
-local node = redis.call('HMGET', KEYS[1], 'attempt', 'count')
+TOUCH = (
+    _WITH_LISTS
+    + """
+local node = redis.call('HMGET', KEYS[1], 'attempt', 'count', 'ttl')
 if not node[1] then return 0 end
 local ttl = tonumber(ARGV[2])
+if ttl > (tonumber(node[3]) or 0) then redis.call('HSET', KEYS[1], 'ttl', ttl) end
 redis.call('PEXPIRE', KEYS[1], ttl, 'GT')
 redis.call('PEXPIRE', KEYS[2], math.max(ttl, ARGV[4]), 'GT')
+keep_list(KEYS[3], KEYS[1], KEYS[2])
 local left = redis.call('PTTL', KEYS[1])
 if left >= 0 then
   local prefix = ARGV[1] .. node[1] .. ':'
@@ -66,13 +89,17 @@ if left >= 0 then
 end
 return 1
 """
+)
 
 # Pin (ARGV[1] = 1) or unpin (0) a node, by the member ARGV[3] in KEYS[2].
-# KEYS: manifest, the set to change, the other set, record
+# Afterwards it lives as long as was ever asked for, at least the given times.
+# KEYS: manifest, the set to change, the other set, record, children
 # ARGV: 1 or 0, segment prefix up to the attempt, member, ttl ms afterwards, grace ms,
 #       record ttl ms afterwards
-PIN = """#!lua flags=allow-oom
-local node = redis.call('HMGET', KEYS[1], 'attempt', 'count')
+PIN = (
+    _WITH_LISTS
+    + """
+local node = redis.call('HMGET', KEYS[1], 'attempt', 'count', 'ttl', 'record_ttl')
 if ARGV[1] == '1' then
   if not node[1] then return -1 end
   redis.call('SADD', KEYS[2], ARGV[3])
@@ -80,18 +107,24 @@ if ARGV[1] == '1' then
   redis.call('PERSIST', KEYS[1])
   redis.call('PERSIST', KEYS[4])
   for i = 0, node[2] - 1 do redis.call('PERSIST', prefix .. i) end
+  keep_list(KEYS[5], KEYS[1], KEYS[4])
   return redis.call('SCARD', KEYS[2])
 end
 local removed = redis.call('SREM', KEYS[2], ARGV[3])
 local pins = redis.call('SCARD', KEYS[2])
-if removed == 1 and node[1] and pins + redis.call('SCARD', KEYS[3]) == 0 then
-  local prefix = ARGV[2] .. node[1] .. ':'
-  redis.call('PEXPIRE', KEYS[1], ARGV[4])
-  redis.call('PEXPIRE', KEYS[4], ARGV[6])
-  for i = 0, node[2] - 1 do redis.call('PEXPIRE', prefix .. i, ARGV[4] + ARGV[5]) end
+if removed == 1 and pins + redis.call('SCARD', KEYS[3]) == 0 then
+  local ttl = math.max(ARGV[4], tonumber(node[3]) or 0)
+  redis.call('PEXPIRE', KEYS[4], math.max(ARGV[6], ttl, tonumber(node[4]) or 0))
+  if node[1] then
+    local prefix = ARGV[2] .. node[1] .. ':'
+    redis.call('PEXPIRE', KEYS[1], ttl)
+    for i = 0, node[2] - 1 do redis.call('PEXPIRE', prefix .. i, ttl + ARGV[5]) end
+  end
+  keep_list(KEYS[5], KEYS[1], KEYS[4])
 end
 return pins
 """
+)
 
 # Read the manifest and count the hit. KEYS: manifest
 OPEN = """#!lua flags=allow-oom
@@ -102,7 +135,9 @@ return node
 """
 
 # Remove the manifest, hence the node; its segments are unlinked by the caller.
-# KEYS: manifest, pins, pinned_below, children, bindings
+# 'unbind' removes the record in the same step: a child is published below a node that
+# has at least this, so none can be missed.
+# KEYS: manifest, pins, pinned_below, children, bindings, record, holds
 # ARGV: attempt that it must name or '', what protects it: '' nothing, 'evict', 'unbind'
 DROP = f"""#!lua flags=allow-oom
 {_NOW}
@@ -111,22 +146,50 @@ if ARGV[2] ~= '' then
   if redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0 then return {{'pinned'}} end
   if redis.call('ZCARD', KEYS[4]) > 0 then return {{'parent'}} end
 end
+if ARGV[2] == 'evict' then
+  redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', now)
+  if redis.call('ZCARD', KEYS[7]) > 0 then return {{'held'}} end
+end
 if ARGV[2] == 'unbind' then
   redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now)
   if redis.call('ZCARD', KEYS[5]) > 0 then return {{'bound'}} end
 end
+if node[1] and ARGV[1] ~= '' and ARGV[1] ~= node[1] then return {{'other'}} end
+if ARGV[2] == 'unbind' then redis.call('UNLINK', KEYS[6], KEYS[7]) end
 if not node[1] then return {{'absent'}} end
-if ARGV[1] ~= '' and ARGV[1] ~= node[1] then return {{'other'}} end
 redis.call('UNLINK', KEYS[1])
 return {{'dropped', node[1], tonumber(node[2]), tonumber(node[3]), node[4]}}
 """
 
 # Announce a child before it is published; young entries survive without manifest.
-# KEYS: children. ARGV: child, grace ms
-ADOPT = f"""#!lua flags=allow-oom
+# Returns 0 if the parent is gone, its record too. KEYS: children, manifest, record
+# ARGV: child, grace ms
+ADOPT = f"""{_WITH_LISTS}
 {_NOW}
+if redis.call('EXISTS', KEYS[2], KEYS[3]) == 0 then return 0 end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+keep_list(KEYS[1], KEYS[2], KEYS[3])
 return 1
+"""
+
+# Keep a node from eviction while a put below it runs. KEYS: holds. ARGV: put, lease ms
+HOLD = f"""#!lua flags=allow-oom
+{_NOW}
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+end
+return 1
+"""
+
+# The children of a node, none if a pin or a handle keeps it.
+# KEYS: pins, bindings, children
+LOOSE_CHILDREN = f"""#!lua flags=allow-oom
+{_NOW}
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+if redis.call('SCARD', KEYS[1]) + redis.call('ZCARD', KEYS[2]) > 0 then return {{}} end
+return redis.call('ZRANGE', KEYS[3], 0, -1)
 """
 
 # Forget children that are gone, unless they were announced just now.
@@ -262,14 +325,20 @@ redis.call('PEXPIRE', KEYS[1], ttl)
 return redis.call('HMGET', KEYS[1], 'handle', 'tenant', 'node', 'metadata', 'created', 'ttl')
 """
 
-# Begin a request. KEYS: request
-# ARGV: request digest, handle, fresh token, lease ms, ttl ms
+# Begin a request, or extend the attempt that holds a token. KEYS: request
+# ARGV: request digest, handle, fresh token, lease ms, ttl ms, token held or ''
 # Returns {state, handle, answer, token}; states as in the proto, 0 = conflict.
 BEGIN = f"""#!lua flags=allow-oom
 {_NOW}
-local old = redis.call('HMGET', KEYS[1], 'request', 'handle', 'answer', 'until')
+local old = redis.call('HMGET', KEYS[1], 'request', 'handle', 'answer', 'until', 'token')
 if old[1] and old[1] ~= ARGV[1] then return {{0, '', '', ''}} end
 if old[3] then return {{3, old[2], old[3], ''}} end
+if ARGV[6] ~= '' then
+  if old[5] ~= ARGV[6] then return {{2, old[2] or ARGV[2], '', ''}} end
+  redis.call('HSET', KEYS[1], 'until', math.max(now + ARGV[4], old[4]))
+  redis.call('PEXPIRE', KEYS[1], math.max(ARGV[5], ARGV[4]), 'GT')
+  return {{1, old[2], '', ARGV[6]}}
+end
 if old[1] and tonumber(old[4]) > now then return {{2, old[2], '', ''}} end
 local handle = old[2] or ARGV[2]
 redis.call('HSET', KEYS[1], 'request', ARGV[1], 'handle', handle, 'token', ARGV[3],
@@ -301,8 +370,17 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """
 
-# Take a lease. KEYS: lease. ARGV: fresh token, ttl ms. Returns 0, or ms still held.
+# Take a lease, or extend the one that a token holds.
+# KEYS: lease. ARGV: fresh token, ttl ms, token held or ''
+# Returns 0, or ms that another still holds it, or -1 if the token's lease has lapsed.
 ACQUIRE = """#!lua flags=allow-oom
+if ARGV[3] ~= '' then
+  local holder = redis.call('GET', KEYS[1])
+  if not holder then return -1 end
+  if holder ~= ARGV[3] then return math.max(1, redis.call('PTTL', KEYS[1])) end
+  redis.call('PEXPIRE', KEYS[1], ARGV[2], 'GT')
+  return 0
+end
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
 return math.max(1, redis.call('PTTL', KEYS[1]))
 """

@@ -52,6 +52,9 @@ OPTIONS = [
     ("grpc.so_reuseport", 0),  # or a second server would share the port in silence
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Clients ping every 10 s; more often than this is answered by hanging up.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,6 +17,9 @@ from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.model.attention import IMPLEMENTATION
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.model.spec import ModelSpec, load_spec, load_tokenizer
+
+# Of the free memory, for the weights; the rest is for activations and KV.
+GPU_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,20 @@ def load_model(config: ModelConfig, threads: int | None = None) -> LoadedModel:
 
 
 def _check_fits(spec: ModelSpec) -> None:
-    from pathlib import Path
-
-    stored = sum(file.stat().st_size for file in Path(spec.path).glob("*.safetensors"))
+    needed = _parameters(spec) * TORCH_DTYPE[spec.dtype].itemsize
     free, _ = torch.cuda.mem_get_info()
-    if stored > free * 0.95:
+    if needed > free * GPU_SHARE:
         raise ConfigError(
-            f"{spec.name} has {stored / 2**30:.1f} GiB of weights but the GPU has "
+            f"{spec.name} has {needed / 2**30:.1f} GiB of weights but the GPU has "
             f"{free / 2**30:.1f} GiB free; a replica uses exactly one GPU",
             param="model.path",
         )
+
+
+def _parameters(spec: ModelSpec) -> int:
+    """Count them by the files' headers: the files' own dtype may not be the loaded one."""
+    count = 0
+    for path in Path(spec.path).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count

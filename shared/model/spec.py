@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from criticalkv.shared.config import ModelConfig
+from criticalkv.shared.config import ModelConfig, resolve_dtype
 from criticalkv.shared.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from criticalkv.shared.model.chat import tokenizer_digest
 from criticalkv.shared.model.demo import NAME as DEMO_NAME
@@ -21,6 +21,8 @@ from criticalkv.shared.model.demo import ensure_demo_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What transformers raises, beside OSError, for files that it cannot make sense of.
+UNREADABLE = (ValueError, ImportError, KeyError, TypeError, AttributeError)
 _VOLATILE = (
     "transformers_version",
     "_name_or_path",
@@ -67,23 +69,28 @@ class ModelSpec:
         return self.num_q_heads // self.num_kv_heads
 
 
-def load_spec(config: ModelConfig) -> ModelSpec:
+def load_spec(config: ModelConfig, *, check_device: bool = True) -> ModelSpec:
     """Resolve a model and read what identifies it.
 
+    Args:
+        config: which model.
+        check_device: whether this process must have the device: not if it only names nodes.
+
     Raises:
+        ConfigError: if this process lacks the device.
         ModelNotFoundError: if the path or name leads to no local model.
         UnsupportedModelError: if the architecture cannot be served correctly.
     """
     path = resolve_path(config)
-    hf = AutoConfig.from_pretrained(path)
+    hf = _read_config(path)
     check_supported(hf)
-    device = resolve_device(config.device)
+    device = resolve_device(config.device) if check_device else _named_device(config.device)
     return spec_of(
         hf,
         name=config.name or (DEMO_NAME if config.path == "demo" else path.name),
         path=str(path),
         model_digest=_model_digest(path, hf),
-        tokenizer_digest=tokenizer_digest(AutoTokenizer.from_pretrained(path)),
+        tokenizer_digest=tokenizer_digest(_read_tokenizer(path)),
         dtype=resolve_dtype(config.dtype, device),
         device=device,
     )
@@ -91,8 +98,35 @@ def load_spec(config: ModelConfig) -> ModelSpec:
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer from its directory."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(spec.path)
+    return _read_tokenizer(Path(spec.path))
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{path / 'config.json'} cannot be read: {_one_line(error)}", param="model.path"
+        ) from error
+    except UNREADABLE as error:
+        raise UnsupportedModelError(
+            f"{path / 'config.json'} is of no model that transformers knows: {_one_line(error)}",
+            param="model.path",
+        ) from error
+
+
+def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, *UNREADABLE) as error:
+        raise ModelNotFoundError(
+            f"{path} holds no tokenizer that can be read: {_one_line(error)}", param="model.path"
+        ) from error
     return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
 def spec_of(
@@ -163,11 +197,8 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def resolve_dtype(dtype: str, device: str) -> str:
-    """Return the dtype's name; "auto" is float32 on CPU and bfloat16 on GPU."""
-    if dtype == "auto":
-        return "bfloat16" if device == "cuda" else "float32"
-    return dtype
+def _named_device(device: str) -> str:
+    return "cpu" if device == "auto" else device
 
 
 def resolve_path(config: ModelConfig) -> Path:

@@ -215,15 +215,36 @@ def test_every_policy_and_tier(
     talk.turn(random_ids(17, 3), tier, 3)
 
 
-@pytest.mark.parametrize("policy", ["window+adakv+twostage", "replay+model+relative"])
+QUESTIONS = (1, 2, 17)
+
+
+@pytest.mark.parametrize(("family", "extra"), FAMILIES, ids=str)
 def test_short_contexts(
-    policy: str, tiny_model: Factory, conversation: Callable[..., Conversation]
+    family: str,
+    extra: dict[str, Any],
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
 ) -> None:
-    model = tiny_model()
+    """Every length from 1 to 70; layouts, policies, questions and tiers take turns."""
+    models = [tiny_model(family, num_q_heads=q, num_kv_heads=kv, **extra) for q, kv in HEADS]
     for n in range(1, 71):
-        talk = conversation(model)
-        talk.context(random_ids(n, n), policy)
-        talk.turn(random_ids(2, n), "0.2", 2)
+        talk = conversation(models[n % 4])
+        talk.context(random_ids(n, n), POLICIES[n % 5])
+        for turn in range(3):
+            talk.turn(random_ids(QUESTIONS[(n + turn) % 3], n), ("0.2", "0.05", "0.6")[turn], 2)
+
+
+@pytest.mark.parametrize(("family", "extra"), FAMILIES, ids=str)
+def test_500_tokens_and_three_turns(
+    family: str,
+    extra: dict[str, Any],
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+) -> None:
+    talk = conversation(tiny_model(family, num_q_heads=6, num_kv_heads=2, **extra))
+    talk.context(random_ids(500, 2), "replay+model+relative")
+    for question, tier in zip(QUESTIONS, ("0.1", "0.4", "0.05"), strict=True):
+        talk.turn(random_ids(question, question), tier, 3)
 
 
 def test_empty_heads(tiny_model: Factory, conversation: Callable[..., Conversation]) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
 from concurrent import futures
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from criticalkv.proto import cache_store_pb2 as pb
-from criticalkv.shared import errors
-from criticalkv.shared.store_client import SERVICE, StoreClient, typed_error
+from criticalkv.services.store import server
+from criticalkv.shared import errors, store_client
+from criticalkv.shared.store_client import OPTIONS, SERVICE, StoreClient, typed_error
 
 
 def test_channel_is_made_at_the_first_call(store_process):
@@ -275,3 +278,50 @@ def test_error_without_details():
             return None
 
     assert isinstance(typed_error(Bare()), errors.StoreUnavailableError)
+
+
+class Stop(Exception):
+    """What a check raises."""
+
+
+def stop_after(seconds):
+    calls = []
+
+    def check():
+        calls.append(time.monotonic())
+        if calls[-1] - calls[0] > seconds:
+            raise Stop
+
+    return calls, check
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["queue full", "result pending"])
+def test_waiting_writer_is_stopped_by_its_check(hostile, client, monkeypatch, reads):
+    monkeypatch.setattr(store_client, "encode_manifest", lambda _: [b"manifest"])
+    record = SimpleNamespace(encode=lambda: b"record")
+    ended = threading.Event()
+
+    def answer(frames, context):
+        context.add_callback(ended.set)
+        if reads:
+            list(frames)
+        ended.wait(10)
+        return b""
+
+    hostile.answers["PutNode"] = answer
+    calls, check = stop_after(0.6)
+    with client.open_put("0" * 64, "a" * 16, check=check) as writer:
+        with pytest.raises(Stop):
+            while not reads:
+                writer.send(bytes(1 << 20))
+            writer.commit(None, record)
+        assert ended.wait(2)  # the stream was cancelled
+    assert max(b - a for a, b in itertools.pairwise(calls)) < 0.3
+
+
+def test_server_allows_the_pings_of_the_client():
+    mine, theirs = dict(OPTIONS), dict(server.OPTIONS)
+    assert mine["grpc.keepalive_time_ms"] == 10_000
+    assert mine["grpc.keepalive_timeout_ms"] == 5000
+    assert theirs["grpc.http2.min_ping_interval_without_data_ms"] < mine["grpc.keepalive_time_ms"]
+    assert theirs["grpc.keepalive_permit_without_calls"] == 1

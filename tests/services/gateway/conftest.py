@@ -136,8 +136,8 @@ class ScriptedWorkers:
             request.policy, request.salt, request.ancestors, request.view, request.token_ids
         )
         assert identity.node_id == request.node_id
-        tiers = [t for t in Config().eviction.tiers if Decimal(t) <= Decimal(request.store_tier)]
-        tiers = ["1"] if request.policy == POLICY_DENSE else tiers
+        below = [t for t in Config().eviction.tiers if Decimal(t) < Decimal(request.store_tier)]
+        tiers = ["1"] if request.policy == POLICY_DENSE else [*below, request.store_tier]
         before = parent.next_position if parent else 0
         manifest = self._publish(
             identity,
@@ -176,7 +176,8 @@ class ScriptedWorkers:
         new = self.template.encode_content(text)
         ids = (*request.token_ids, *new)
         identity = self._identity(POLICY_DENSE, request.salt, ancestors, view, ids)
-        if self.publish_error is None:
+        published = self.publish_error is None and self.finish != "cancelled"
+        if published:
             self._publish(
                 identity,
                 ids,
@@ -194,7 +195,7 @@ class ScriptedWorkers:
                 "completion_tokens": len(new),
                 "ancestors": ancestors,
                 "view": view,
-                "node_id": identity.node_id if self.publish_error is None else None,
+                "node_id": identity.node_id if published else None,
                 "publish_error": self.publish_error,
             }
         )

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from openai import APIError, BadRequestError
 
+from criticalkv.shared.errors import StoreUnavailableError
+
 DOC = "d" * 150  # long enough for the implicit breakpoint
 
 
@@ -101,7 +103,7 @@ def test_every_choice_has_its_own_seed_and_a_handle_that_continues(gateway: Any)
 
 def test_sampling_reaches_decode(gateway: Any) -> None:
     gateway.client().chat.completions.create(
-        model="tiny", messages=question(), temperature=0.3, top_p=0.9, seed=11, stop=["x", "y"],
+        model="tiny", messages=question(DOC), temperature=0.3, top_p=0.9, seed=11, stop=["x", "y"],
         max_completion_tokens=9, logprobs=True, top_logprobs=4,
         extra_body={"criticalkv": {"top_k": 40, "read_tier": 0.1}},
     )  # fmt: skip
@@ -131,6 +133,45 @@ def test_failed_publishing_is_told(gateway: Any) -> None:
     assert gateway.get(f"/v1/contexts/{answer.id}").status_code == 404
 
 
+def test_a_turn_deleted_while_it_streams_is_told_in_the_last_chunk(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = spy_on_bindings(gateway, monkeypatch)
+    gateway.workers.publish_error = "node 0123 is not usable: its parent was deleted"
+    stream = gateway.client().chat.completions.create(
+        model="tiny", messages=question(), stream=True
+    )
+    last = list(stream)[-1]
+    assert last.choices[0].finish_reason == "stop"
+    extension = last.model_extra["criticalkv"]
+    assert (extension["published"], extension["node_id"]) == (False, None)
+    assert extension["error"] == gateway.workers.publish_error
+    assert bound == []
+
+
+def test_a_missing_alias_is_no_missing_turn(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise StoreUnavailableError("no")
+
+    monkeypatch.setattr(gateway.core.store._client, "put_alias", refuse)
+    answer = gateway.client().chat.completions.create(model="tiny", messages=question())
+    extension = answer.model_extra["criticalkv"]
+    assert extension["published"] is True
+    assert "error" not in extension
+    assert gateway.get(f"/v1/contexts/{answer.id}").status_code == 200
+
+
+def spy_on_bindings(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows with every handle and alias that is bound."""
+    client, seen = gateway.core.store._client, []
+    for name in ("bind_handle", "put_alias"):
+        original = getattr(client, name)
+        monkeypatch.setattr(
+            client, name, lambda *a, name=name, to=original: [seen.append(name), to(*a)][1]
+        )
+    return seen
+
+
 def test_failure_in_the_middle_is_an_error_event_without_done(gateway: Any) -> None:
     gateway.workers.say = lambda _: "abcdef"
     gateway.workers.fail_after = 3
@@ -145,12 +186,14 @@ def test_failure_in_the_middle_is_an_error_event_without_done(gateway: Any) -> N
             model="tiny", messages=question(), stream=True))  # fmt: skip
 
 
-def test_cancelled_is_never_stop(gateway: Any) -> None:
+def test_cancelled_is_never_stop(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = spy_on_bindings(gateway, monkeypatch)
     gateway.workers.finish = "cancelled"
     text = gateway.chat(question(), stream=True).text
     assert '"cancelled"' in text
     assert "stop" not in text
     assert "[DONE]" not in text
+    assert bound == []
 
 
 def test_prompt_over_the_limit_is_refused_before_any_prefill(gateway: Any) -> None:

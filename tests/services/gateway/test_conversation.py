@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from criticalkv.services.gateway import prefill_once
 from criticalkv.services.gateway.lookup import answers_with
 from criticalkv.services.gateway.workers import WorkerLostError
 from criticalkv.shared.cache.records import TokenRecord
@@ -274,6 +275,16 @@ def test_wanting_more_than_is_stored_is_a_new_prefill(gateway: Any) -> None:
     assert len(gateway.workers.prefills) == 2
 
 
+@pytest.mark.parametrize("field", ["read_tier", "store_tier"])
+def test_resent_history_with_a_higher_explicit_tier_is_a_new_prefill(
+    gateway: Any, field: str
+) -> None:
+    messages = history(gateway, 1)
+    answer = extension(gateway.chat([*messages, user("next")], criticalkv={field: "0.6"}))
+    assert [p.store_tier for p in gateway.workers.prefills[:2]] == ["0.4", "0.6"]
+    assert answer["tier"] == "0.6"
+
+
 # ------------------------------------------------------------------ handles
 
 
@@ -373,6 +384,57 @@ def test_kv_lost_between_look_up_and_decode_is_rebuilt_once(gateway: Any) -> Non
     assert "retry-after" in again.headers
 
 
+def test_a_second_attempt_reads_the_tiers_that_are_stored_by_then(gateway: Any) -> None:
+    gateway.chat([user(marked(DOC), "q")])
+    document = gateway.workers.prefills[0]
+
+    def shrink() -> None:
+        lose(gateway, document.node_id)
+        lower = {"store_tier": "0.2", "lease_token": ""}
+        gateway.workers._prefill(document.model_copy(update=lower))
+
+    gateway.workers.before_decode = [shrink]
+    assert extension(gateway.chat([user(marked(DOC), "q")]))["tier"] == "0.2"
+    assert [d.view for d in gateway.workers.decodes[1:]] == [("0.4",), ("0.2",)]
+
+
+def off_grid(gateway: Any) -> tuple[str, dict[str, Any]]:
+    """Store a turn read at a tier of its own, then its document without that tier."""
+    turn = extension(gateway.chat([user(marked(DOC), "q")], criticalkv={"store_tier": "0.15"}))
+    document = gateway.workers.prefills[0]
+    assert gateway.workers.decodes[0].view == ("0.15",)
+    lose(gateway, turn["node_id"], document.node_id)
+    gateway.chat([user(marked(DOC), "q")])
+    assert "0.15" not in gateway.store.stat([document.node_id])[0].tiers
+    return document.node_id, turn
+
+
+def test_a_present_node_without_the_tier_that_a_lost_turn_read_is_expired(gateway: Any) -> None:
+    _, turn = off_grid(gateway)
+    answer = gateway.chat([user("next")], criticalkv={"context_id": turn["handle"]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "context_expired")
+
+
+def test_a_lost_node_is_rebuilt_with_the_tier_that_a_lost_turn_read(gateway: Any) -> None:
+    document, turn = off_grid(gateway)
+    lose(gateway, document)
+    extension(gateway.chat([user("next")], criticalkv={"context_id": turn["handle"]}))
+    assert "0.15" in gateway.store.stat([document])[0].tiers
+    assert gateway.workers.decodes[-1].parent == turn["node_id"]
+
+
+def test_a_shrunk_node_is_replaced_by_one_with_the_tier_that_a_lost_turn_read(
+    gateway: Any,
+) -> None:
+    turn = extension(gateway.chat([user(marked(DOC), "q")]))
+    document = gateway.workers.prefills[0]
+    lose(gateway, turn["node_id"], document.node_id)
+    lower = {"store_tier": "0.15", "lease_token": ""}
+    gateway.workers._prefill(document.model_copy(update=lower))
+    extension(gateway.chat([user("next")], criticalkv={"context_id": turn["handle"]}))
+    assert gateway.store.stat([document.node_id])[0].tiers[-1] == "0.4"
+
+
 def test_without_kv_and_record_a_context_is_expired(gateway: Any, monkeypatch: Any) -> None:
     context = gateway.post("/v1/contexts", {"text": DOC}).json()
     lose(gateway, context["node_id"])
@@ -401,6 +463,24 @@ def test_identical_misses_at_once_prefill_once(gateway: Any) -> None:
     assert len(gateway.workers.prefills) == 1
     cached = [a.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
     assert sorted(c > 0 for c in cached) == [False] + [True] * 5
+
+
+def test_a_lease_is_kept_while_its_prefill_runs(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_once, "LEASE_MS", 400)
+    monkeypatch.setattr(prefill_once, "RENEW_S", 0.1)
+    gateway.workers.prefill_delay = 1.5
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda i: gateway.chat([user(marked(DOC), f"q{i}")]), range(2)))
+    assert [a.status_code for a in answers] == [200] * 2
+    assert len(gateway.workers.prefills) == 1
+
+
+def test_a_long_context_gets_its_lease(make_gateway: Callable[..., Any]) -> None:
+    gateway = make_gateway(max_positions=100_000)
+    answer = gateway.post("/v1/contexts", {"text": "d" * 71_000})
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_failed_prefill_frees_the_lease_at_once(gateway: Any) -> None:

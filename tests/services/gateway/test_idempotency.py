@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from criticalkv.services.gateway import idempotency
+
 ASK = [{"role": "user", "content": "why?"}]
 
 
@@ -85,6 +87,57 @@ def test_a_disconnected_attempt_may_be_retried_at_once(gateway: Any, key: dict[s
     assert time.perf_counter() - started < 3
     first, second = gateway.workers.decodes
     assert (first.request_id, first.sampling.seed) == (second.request_id, second.sampling.seed)
+
+
+def test_a_key_is_kept_while_its_attempt_runs(
+    gateway: Any, key: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "LEASE_MS", 400)
+    monkeypatch.setattr(idempotency, "RENEW_S", 0.1)
+    gateway.workers.token_delay = 0.2
+    gateway.workers.say = lambda _: "12345678"
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: gateway.chat(ASK, headers=key).json(), range(2)))
+    assert answers[0] == answers[1]
+    assert len(gateway.workers.decodes) == 1
+
+
+def test_an_attempt_that_died_blocks_its_key_for_a_lease_only(
+    gateway: Any, key: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, leases = gateway.core.store._client, []
+    begin = client.begin_request
+
+    def spy(*args: Any, **fields: Any) -> Any:
+        leases.append(args[4])
+        return begin(*args, **fields)
+
+    monkeypatch.setattr(client, "begin_request", spy)
+    gateway.chat(ASK, headers=key)
+    assert max(leases) <= 30_000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_answer_under_a_bound_handle_is_a_conflict(
+    gateway: Any, key: dict[str, str], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "MAX_ANSWER_BYTES", 0)  # no answer is kept
+    first = gateway.chat(ASK, headers=key).json()
+    again = gateway.chat(ASK, headers=key).json()
+    assert again["criticalkv"]["published"] is True
+    assert (again["id"], again["criticalkv"]["node_id"]) == (
+        first["id"], first["criticalkv"]["node_id"],
+    )  # fmt: skip
+    gateway.workers.say = lambda _: "another answer"
+    answer = gateway.chat(ASK, headers=key, stream=stream)
+    assert answer.status_code == (200 if stream else 409)
+    assert '"idempotency_key_reused"' in answer.text
+    assert "new key" in answer.text
+    assert "[DONE]" not in answer.text
+    assert (
+        gateway.get(f"/v1/contexts/{first['id']}").json()["node_id"]
+        == again["criticalkv"]["node_id"]
+    )
 
 
 @pytest.mark.parametrize("value", ["", "k" * 257])

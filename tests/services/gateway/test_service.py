@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from criticalkv.services.gateway import body
 from criticalkv.services.gateway.auth import Authenticator
 from criticalkv.shared.config import GatewayConfig
 from criticalkv.shared.errors import AuthenticationError, ConfigError
@@ -205,6 +207,24 @@ def test_more_than_max_ongoing_get_429_while_health_answers(
     assert 1 <= len(refused) <= 4
     assert all(a.headers["retry-after"] == "1" for a in refused)
     assert all(a.json()["error"]["code"] == "overloaded" for a in refused)
+    assert gateway.chat(ASK).status_code == 200
+
+
+def test_a_body_that_trickles_in_is_refused_and_frees_its_place(
+    make_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.3, raising=False)
+    gateway = make_gateway(max_ongoing=1)
+    url = httpx.URL(gateway.url)
+    with socket.create_connection((url.host, url.port), timeout=5) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        )
+        with connection.makefile("rb") as file:
+            answer = file.read()  # to the end: the connection is closed
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"body_timeout"' in answer
+    assert b"0.3 seconds" in answer
     assert gateway.chat(ASK).status_code == 200
 
 

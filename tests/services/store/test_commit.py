@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import redis
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.shared.cache.manifest import encode_manifest
@@ -21,6 +22,7 @@ from criticalkv.shared.errors import (
     LeaseLostError,
     NodeMissingError,
     StoreFullError,
+    StoreUnavailableError,
 )
 from criticalkv.shared.frames import encode_segment
 from criticalkv.shared.store_client import typed_error
@@ -279,3 +281,51 @@ def test_expected_bytes_beyond_the_limit_are_refused_early(store, make_node):
         wait_until(writer._future.done)
         with pytest.raises(StoreFullError):
             writer.send(node.payloads[0])
+
+
+def test_step_failing_after_the_publication_frees_nothing(small_store, make_node):
+    node = make_node()
+    path = f"{small_store.config.data_dir}/valkey.sock"
+    with redis.Redis(unix_socket_path=path) as valkey, small_store.client() as store:
+        valkey.set("ckv:{books}:used", "not a sorted set")
+        with pytest.raises(StoreUnavailableError):
+            node.put(store)
+        valkey.delete("ckv:{books}:used")
+        assert booked(valkey, node) is not None
+        with store.open_get(node.node_id) as reader:
+            assert [bytes(payload) for _, payload in reader] == node.payloads
+
+
+def test_begin_and_manifest_name_the_same_ancestors(store, make_node):
+    root, other = make_node(), make_node()
+    root.put(store)
+    child = make_node(parent=root)
+    with store.open_put(child.node_id, child.manifest.attempt, ancestors=[other.node_id]) as writer:
+        for payload in child.payloads:
+            writer.send(payload)
+        with pytest.raises(InvalidRequestError, match="ancestors"):
+            writer.commit(child.manifest, child.record)
+    node = make_node()
+    with (
+        store.open_put(node.node_id, node.manifest.attempt, ancestors=["0" * 64] * 1025) as writer,
+        pytest.raises(InvalidRequestError, match="at most 1024"),
+    ):
+        writer.commit(node.manifest, node.record)
+
+
+def test_lease_is_extended_by_its_holder_only(store, make_node):
+    node_id = make_node().node_id
+    mine = store.acquire_lease(node_id, 200)
+    for _ in range(4):
+        again = store.acquire_lease(node_id, 200, mine.lease_token)
+        assert (again.acquired, again.lease_token) == (True, mine.lease_token)
+        time.sleep(0.1)
+    store.acquire_lease(node_id, 60_000, lease_token=mine.lease_token)
+    store.acquire_lease(node_id, 1, lease_token=mine.lease_token)  # never shortens
+    other = store.acquire_lease(node_id, 60_000, lease_token="b" * 32)
+    assert (other.acquired, other.lease_token) == (False, "")
+    assert other.held_for_ms > 50_000
+    assert store.release_lease(node_id, mine.lease_token)
+    lapsed = store.acquire_lease(node_id, 1000, lease_token=mine.lease_token)
+    assert (lapsed.acquired, lapsed.held_for_ms) == (False, 0)
+    assert store.acquire_lease(node_id, 1000).acquired

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 
+from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.store import scripts
+from criticalkv.services.store.books import Books
+from criticalkv.services.store.nodes import Nodes
+from criticalkv.services.store.redis_data import RedisData
+from criticalkv.shared.cache.manifest import encode_manifest
 from criticalkv.shared.errors import (
     ContextNotFoundError,
     IdempotencyConflictError,
@@ -200,3 +207,175 @@ def test_no_key_holds_a_tenant_or_handle_in_the_clear(store, valkey, chain):
     assert b"canary" not in names
     assert b"ca" * 16 not in names
     assert all(name.startswith(b"ckv:") for name in names.splitlines())
+
+
+def key(node, kind):
+    return f"ckv:{{{node.node_id}}}:{kind}"
+
+
+def test_children_are_listed_as_long_as_their_parent_lives(store, valkey, chain):
+    root, _, leaf = chain
+    listed = key(root, "c")
+    assert 0 < valkey.pttl(listed) <= valkey.pttl(key(root, "t"))
+    record_ms = 30 * 24 * 3_600_000
+    assert store.touch(leaf.node_id, record_ms)
+    assert valkey.pttl(listed) > record_ms - 60_000
+    store.pin(ALICE, leaf.node_id)
+    assert valkey.pttl(listed) == -1
+    store.unpin(ALICE, leaf.node_id)
+    assert valkey.pttl(listed) >= valkey.pttl(key(root, "m")) - 1000
+    assert valkey.zrange(listed, 0, -1) == [chain[1].node_id.encode()]
+
+
+def test_unpinning_keeps_the_time_asked_for(store, valkey, make_node):
+    root = make_node()
+    child = make_node(parent=root)
+    root.put(store)
+    day_ms = 24 * 3_600_000  # the store's default
+    child.put(store, ttl_ms=5 * day_ms)
+    store.pin(ALICE, child.node_id)
+    store.unpin(ALICE, child.node_id)
+    root_ms, child_ms = ttl(store, root, child)
+    assert root_ms >= child_ms > 4 * day_ms
+    assert valkey.pttl(child.segment_key(0)) > child_ms
+    store.pin(ALICE, child.node_id)
+    store.touch(child.node_id, 9 * day_ms)
+    store.unpin(ALICE, child.node_id)
+    root_ms, child_ms = ttl(store, root, child)
+    assert root_ms >= child_ms > 8 * day_ms
+
+
+def test_unpinning_a_damaged_node_frees_its_ancestors(store, valkey, chain):
+    root, child, leaf = chain
+    store.pin(ALICE, leaf.node_id)
+    store.delete_node(leaf.node_id)  # as a reader of a damaged segment does
+    assert store.unpin(ALICE, leaf.node_id) == 0
+    for node in (root, child):
+        assert not valkey.exists(key(node, "q"))
+        assert ttl(store, node)[0] > 0
+    assert valkey.pttl(key(leaf, "t")) > 0
+
+
+def test_pin_of_a_vanishing_node_leaves_no_marks(store_process, store, valkey, chain):
+    root, child, leaf = chain
+
+    async def pin(nodes, redis):
+        run_many = redis.run_many
+
+        async def vanish(calls):
+            valkey.delete(key(leaf, "m"))
+            return await run_many(calls)
+
+        redis.run_many = vanish
+        with pytest.raises(NodeMissingError):
+            await nodes.pin(ALICE, leaf.node_id)
+
+    with_nodes(store_process, pin)
+    for node in (root, child):
+        assert not valkey.exists(key(node, "q"))
+        assert ttl(store, node)[0] > 0
+
+
+def with_nodes(store_process, steps):
+    """Run steps on the store's Redis, with a `Nodes` that they may interrupt."""
+
+    async def run():
+        redis = RedisData(f"unix://{store_process.config.data_dir}/valkey.sock", 5.0)
+        try:
+            nodes = Nodes(redis, Books(redis, 1 << 30), store_process.config)
+            await steps(nodes, redis)
+        finally:
+            await redis.close()
+
+    asyncio.run(run())
+
+
+def test_deleted_context_takes_turns_that_nobody_bound(store, valkey, chain):
+    root, child, leaf = chain
+    store.bind_handle("ctx_turns", ALICE, root.node_id, b"")
+    gone = store.delete_handle(ALICE, "ctx_turns")
+    assert gone == [leaf.node_id, child.node_id, root.node_id]
+    for node in chain:
+        assert list(valkey.scan_iter(key(node, "*"))) == []
+
+
+def test_deleting_a_context_keeps_what_others_hold(store, make_node):
+    root = make_node()
+    bound, loose, middle = (make_node(parent=root) for _ in range(3))
+    below_bound, below_loose = make_node(parent=bound), make_node(parent=loose)
+    pinned, unused = make_node(parent=middle), make_node(parent=middle)
+    nodes = [root, bound, loose, middle, below_bound, below_loose, pinned, unused]
+    for node in nodes:
+        node.put(store)
+    store.bind_handle("ctx_others", ALICE, root.node_id, b"")
+    store.bind_handle("resp_bound", BOB, bound.node_id, b"")
+    store.pin(BOB, pinned.node_id)
+    gone = store.delete_handle(ALICE, "ctx_others")
+    assert set(gone) == {loose.node_id, below_loose.node_id, unused.node_id}
+    assert gone.index(below_loose.node_id) < gone.index(loose.node_id)
+    kept = [root, bound, middle, below_bound, pinned]
+    assert all(stat.present for stat in store.stat([node.node_id for node in kept]))
+    store.unpin(BOB, pinned.node_id)
+    assert store.delete_handle(BOB, "resp_bound") == [below_bound.node_id, bound.node_id]
+
+
+def test_deleting_a_context_keeps_the_records_of_an_expired_turn(store, valkey, chain):
+    root, child, leaf = chain
+    store.bind_handle("ctx_rec", ALICE, root.node_id, b"")
+    store.bind_handle("resp_rec", ALICE, leaf.node_id, b"")
+    valkey.delete(key(leaf, "m"), key(child, "m"))  # expired
+    assert store.delete_handle(ALICE, "ctx_rec") == []
+    assert None not in store.token_records([node.node_id for node in chain])
+    assert store.delete_handle(ALICE, "resp_rec") == [root.node_id]
+    assert store.token_records([node.node_id for node in chain]) == [None] * 3
+
+
+def test_turn_of_a_deleted_context_is_not_published(store, valkey, make_node):
+    root = make_node()
+    child = make_node(parent=root)
+    root.put(store)
+    store.bind_handle("ctx_gone", ALICE, root.node_id, b"")
+    ancestors = [root.node_id]
+    with store.open_put(child.node_id, child.manifest.attempt, ancestors=ancestors) as writer:
+        for payload in child.payloads:
+            writer.send(payload)
+        assert store.delete_handle(ALICE, "ctx_gone") == [root.node_id]
+        with pytest.raises(NodeMissingError, match="deleted"):
+            writer.commit(child.manifest, child.record)
+    assert list(valkey.scan_iter(key(child, "*"))) == []
+    assert list(valkey.scan_iter(key(root, "*"))) == []
+
+
+def test_turn_whose_parent_has_a_record_only_is_published(store, make_node):
+    root = make_node()
+    root.put(store)
+    store.delete_node(root.node_id)
+    assert make_node(parent=root).put(store).published
+
+
+def test_context_deleted_in_the_midst_of_a_commit_wins(store_process, store, valkey, make_node):
+    root = make_node()
+    child = make_node(parent=root)
+    root.put(store)
+    store.bind_handle("ctx_race", ALICE, root.node_id, b"")
+    for i, payload in enumerate(child.payloads):
+        valkey.set(child.segment_key(i), payload, px=60_000)
+    commit = pb.PutCommit(
+        manifest_parts=encode_manifest(child.manifest), token_record=child.record.encode()
+    )
+
+    async def publish(nodes, redis):
+        run = redis.run
+
+        async def interrupted(script, names, args):
+            if script == scripts.PUBLISH:
+                assert store.delete_handle(ALICE, "ctx_race") == [root.node_id]
+            return await run(script, names, args)
+
+        redis.run = interrupted
+        with pytest.raises(NodeMissingError):
+            await nodes.publish(child.manifest, commit, "")
+
+    with_nodes(store_process, publish)
+    assert list(valkey.scan_iter(key(child, "*"))) == []
+    assert list(valkey.scan_iter(key(root, "*"))) == []

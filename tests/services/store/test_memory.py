@@ -143,3 +143,56 @@ def test_books_are_repaired(client, books, make_node):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert list(books.scan_iter("ckv:*:s:*")) == []
+
+
+def under_way(client, node, parent):
+    return client.open_put(node.node_id, node.manifest.attempt, ancestors=[parent.node_id])
+
+
+def test_child_being_put_does_not_evict_its_parent(client, make_node):
+    root = make_node(**BIG, prefill_ms=1.0)  # the cheapest of three that fill the store
+    others = [make_node(**BIG, prefill_ms=ms) for ms in (50.0, 60.0)]
+    for node in (root, *others):
+        node.put(client)
+    child = make_node(**BIG, parent=root, prefill_ms=1.0)
+    with under_way(client, child, root) as writer:
+        for payload in child.payloads[:-1]:
+            writer.send(payload)
+        time.sleep(2.5)  # longer than the lease, which is renewed
+        make_node(**BIG, prefill_ms=70.0).put(client)  # another's put spares it too
+        assert present(client, root, *others) == [True, False, False]
+        writer.send(child.payloads[-1])
+        assert writer.commit(child.manifest, child.record).published
+    assert present(client, root, child) == [True, True]
+
+
+def test_parent_does_not_expire_while_its_child_is_put(client, make_node):
+    root = make_node()
+    root.put(client, ttl_ms=1000)
+    child = make_node(parent=root)
+    with under_way(client, child, root) as writer:
+        time.sleep(2.2)
+        assert present(client, root) == [True]
+        for payload in child.payloads:
+            writer.send(payload)
+        assert writer.commit(child.manifest, child.record).published
+
+
+def test_ended_put_lets_go_of_its_parent(client, books, make_node):
+    root = make_node()
+    root.put(client)
+    holds = f"ckv:{{{root.node_id}}}:w"
+    for commit in (False, True):
+        child = make_node(parent=root)
+        with under_way(client, child, root) as writer:
+            for payload in child.payloads:
+                writer.send(payload)
+            deadline = time.monotonic() + 3
+            while not books.zcard(holds):
+                assert time.monotonic() < deadline
+            assert 0 < books.pttl(holds) <= 2000
+            if commit:
+                writer.commit(child.manifest, child.record)
+        deadline = time.monotonic() + 1
+        while books.zcard(holds):
+            assert time.monotonic() < deadline

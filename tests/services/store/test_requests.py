@@ -157,3 +157,34 @@ def test_message_over_the_limit_is_refused(store):
 def test_malformed_request_names_its_field(store, field, call):
     with pytest.raises(InvalidRequestError, match=field):
         call(store)
+
+
+def test_running_attempt_is_extended_by_its_token(store, key):
+    states = pb.BeginRequestResponse
+    mine = begin(store, key, lease_ms=150)
+
+    def extend(token, lease_ms=150):
+        return store.begin_request(ALICE, key, BODY, "resp_2", lease_ms, 600_000, lease_token=token)
+
+    for _ in range(4):
+        again = extend(mine.lease_token)
+        assert (again.state, again.handle) == (states.RUN, "resp_1")
+        assert again.lease_token == mine.lease_token
+        time.sleep(0.08)
+    assert extend(mine.lease_token, 60_000).state == states.RUN
+    assert begin(store, key).state == states.RUNNING
+    assert extend("b" * 32).state == states.RUNNING
+    assert store.finish_request(ALICE, key, mine.lease_token, b"answer")
+    assert extend(mine.lease_token).answer == b"answer"
+
+
+def test_lost_attempt_is_not_started_anew(store, key):
+    dead = begin(store, key, lease_ms=30)
+    time.sleep(0.06)
+    heir = begin(store, key)
+    lost = store.begin_request(ALICE, key, BODY, "h", 1000, 1000, dead.lease_token)
+    assert (lost.state, lost.lease_token) == (pb.BeginRequestResponse.RUNNING, "")
+    assert store.finish_request(ALICE, key, heir.lease_token, b"")
+    lost = store.begin_request(ALICE, key, BODY, "h", 1000, 1000, dead.lease_token)
+    assert lost.state == pb.BeginRequestResponse.RUNNING
+    assert begin(store, key).state == pb.BeginRequestResponse.RUN
