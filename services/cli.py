@@ -175,7 +175,6 @@ def _cause(error: Exception) -> str:
 def _preflight(config: Config, start_store: bool) -> Config:
     """Find what is wrong, and fetch what is missing, before any process starts."""
     from criticalkv.services.gateway.auth import Authenticator
-    from criticalkv.shared.model.spec import load_spec
 
     Authenticator(config.gateway)
     config = placed(config)
@@ -191,6 +190,8 @@ def _preflight(config: Config, start_store: bool) -> Config:
     if _joins_cluster():
         return config  # that cluster brings its own model
     _check_port(config)
+    from criticalkv.shared.model.spec import load_spec  # seconds: after the quick checks
+
     name = load_spec(config.model).name
     return config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
 

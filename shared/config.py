@@ -314,9 +314,11 @@ def _env_value(name: str) -> Any:
 def _hides(base: dict[str, Any], over: dict[str, Any]) -> bool:
     """Whether `over` puts a map where `base` has a plain value."""
     for key, value in over.items():
-        if key in base and base[key] is not None and isinstance(value, dict):
-            if not isinstance(base[key], dict) or _hides(base[key], value):
-                return True
+        below = base.get(key)
+        if below is None or not isinstance(value, dict):
+            continue
+        if not isinstance(below, dict) or _hides(below, value):
+            return True
     return False
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from criticalkv.shared.config import ModelConfig, resolve_dtype
@@ -22,7 +22,15 @@ from criticalkv.shared.model.demo import ensure_demo_model
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # What transformers raises, beside OSError, for files that it cannot make sense of.
-UNREADABLE = (ValueError, ImportError, KeyError, TypeError, AttributeError)
+UNREADABLE = (
+    ValueError,
+    ImportError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    StrictDataclassError,
+)
 _VOLATILE = (
     "transformers_version",
     "_name_or_path",
@@ -126,7 +134,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _one_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    return " ".join(str(error).split())[:200] or repr(error)
 
 
 def spec_of(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from criticalkv.shared.config import Config, load_config
+from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError
 
 
@@ -74,6 +74,10 @@ def test_the_later_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"eviction": {"tiers": ["0.4", "0.2"]}}, "eviction.tiers"),
         ({"unknown": {}}, "unknown"),
         ({"model": 3}, "model"),
+        ({"prefill": {"num_gpus": 2}}, "prefill.num_gpus"),
+        ({"decode": {"num_gpus": 1.5}}, "decode.num_gpus"),
+        ({"eviction": {"tiers": "0.4"}}, "eviction.tiers"),
+        ({"eviction": {"tiers": [0.1, 2]}}, "eviction.tiers"),
     ],
 )
 def test_errors_name_the_field(overrides: dict[str, object], field: str) -> None:
@@ -106,6 +110,82 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("")
     assert load_config(str(file)) == load_config()
+
+
+def test_tiers_may_be_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(overrides={"eviction": {"store_tier": 0.4, "tiers": [0.1, 0.4, 1]}})
+    assert (config.eviction.store_tier, config.eviction.tiers) == ("0.4", ("0.1", "0.4", "1"))
+    monkeypatch.setenv("CRITICALKV__EVICTION__STORE_TIER", "0.2")
+    assert load_config().eviction.store_tier == "0.2"
+
+
+def test_a_file_in_another_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes("model: {name: caf\u00e9}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=str(file)):
+        load_config(str(file))
+
+
+def test_a_variable_that_is_no_yaml_is_named_without_its_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CRITICALKV__STORE__REDIS_URL", "{secret")
+    with pytest.raises(ConfigError, match="CRITICALKV__STORE__REDIS_URL") as caught:
+        load_config()
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_variables_that_contradict_each_other(monkeypatch: pytest.MonkeyPatch, order: int) -> None:
+    for name in ("CRITICALKV__GATEWAY", "CRITICALKV__GATEWAY__PORT")[::order]:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="CRITICALKV__GATEWAY__PORT"):
+        load_config()
+
+
+def test_an_empty_section_means_its_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("gateway:\ndecode:\n  autoscaling:\n")
+    assert load_config(str(file)) == load_config()
+    file.write_text("gateway: {port: 9}")
+    monkeypatch.setenv("CRITICALKV__GATEWAY", "")
+    assert load_config(str(file)).gateway.port == 9
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "expected"),
+    [
+        ({}, 0, ("cpu", "float32")),
+        ({}, 1, ("cuda", "bfloat16")),
+        ({}, 0.5, ("cuda", "bfloat16")),
+        ({"dtype": "float16"}, 1, ("cuda", "float16")),
+        ({"device": "cpu"}, 1, ("cpu", "float32")),
+        ({"device": "cuda", "dtype": "float32"}, 1, ("cuda", "float32")),
+    ],
+)
+def test_device_and_dtype_follow_from_the_configuration_alone(
+    model: dict[str, str], gpus: float, expected: tuple[str, str]
+) -> None:
+    parts = {"prefill": {"num_gpus": gpus}, "decode": {"num_gpus": gpus}}
+    config = placed(load_config(overrides={"model": model, **parts}))
+    assert (config.model.device, config.model.dtype) == expected
+    assert placed(config) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"model": {"device": "cuda"}}, "prefill.num_gpus"),
+        ({"model": {"device": "cuda"}, "prefill": {"num_gpus": 1}}, "decode.num_gpus"),
+        ({"decode": {"num_gpus": 1}}, "prefill.num_gpus"),
+    ],
+)
+def test_a_worker_without_the_gpu_that_it_needs(overrides: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match="num_gpus") as caught:
+        placed(load_config(overrides=overrides))
+    assert caught.value.param == field
 
 
 def test_it_cannot_be_changed() -> None:

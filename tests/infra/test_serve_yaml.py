@@ -45,6 +45,26 @@ def test_the_builder_takes_its_args(data: dict[str, Any]) -> None:
     assert application.app_builder(data["applications"][0]["args"])
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_all_deployments_get_one_device_and_dtype(
+    here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: here)
+    gpu = {"num_gpus": 1}
+    gateway = application.app_builder({"prefill": gpu, "decode": gpu})._bound_deployment
+    config, prefill, decode = gateway.init_args
+    models = [
+        config.model,
+        *(part._bound_deployment.init_args[0].model for part in (prefill, decode)),
+    ]
+    assert {(model.device, model.dtype) for model in models} == {("cuda", "bfloat16")}
+
+
+def test_the_builder_refuses_a_gpu_model_without_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"prefill\.num_gpus"):
+        application.app_builder({"model": {"device": "cuda"}})
+
+
 def test_the_builder_names_a_wrong_field() -> None:
     with pytest.raises(ConfigError, match=r"decode\.max_seqs"):
         application.app_builder({"decode": {"max_seqs": 1}})

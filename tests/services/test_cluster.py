@@ -123,6 +123,7 @@ def cluster() -> Iterator[subprocess.Popen[str]]:
         text=True,
         env=environment,
         cwd="/",
+        start_new_session=True,
     )
     try:
         yield process
@@ -131,9 +132,12 @@ def cluster() -> Iterator[subprocess.Popen[str]]:
         process.wait(30)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)],
+)
 def test_listens_on_loopback_only_and_leaves_nothing(
-    cluster: subprocess.Popen[str], number: signal.Signals
+    cluster: subprocess.Popen[str], number: signal.Signals, to_group: bool
 ) -> None:
     before = directories()
     assert cluster.stdout is not None
@@ -144,7 +148,12 @@ def test_listens_on_loopback_only_and_leaves_nothing(
     addresses = listeners(family)
     assert len(addresses) > 5, "the test must see Ray's sockets"
     assert set(addresses) <= LOOPBACK
-    cluster.send_signal(number)
+    made = directories() - before
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o700]
+    if to_group:
+        os.killpg(cluster.pid, number)
+    else:
+        cluster.send_signal(number)
     cluster.wait(30)
     assert await_end(family, 10.0) == set()
     assert directories() <= before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,50 @@ def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="no GPU"):
         resolve_device("cuda")
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_who_only_names_nodes_needs_no_gpu(
+    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = save(tmp_path / "tiny").model_copy(update={"device": "cuda"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    spec = load_spec(config, check_device=False)
+    assert (spec.device, spec.dtype) == ("cuda", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("config.json", "{", ModelNotFoundError),
+        ("config.json", '{"model_type": "no-such"}', UnsupportedModelError),
+        ("config.json", "{}", UnsupportedModelError),
+        ("config.json", '{"model_type": "llama", "hidden_size": "x"}', UnsupportedModelError),
+        ("tokenizer.json", "{", ModelNotFoundError),
+        ("tokenizer.json", None, ModelNotFoundError),
+    ],
+)
+def test_broken_files_are_one_line(
+    tmp_path: Path, name: str, text: str | None, error: type[Exception]
+) -> None:
+    config = save(tmp_path / "tiny")
+    (tmp_path / "tiny" / name).unlink()
+    if text is not None:
+        (tmp_path / "tiny" / name).write_text(text)
+    with pytest.raises(error, match=str(tmp_path)) as caught:
+        load_spec(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_model_needs_is_counted_in_the_loaded_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load_spec(save(tmp_path / "tiny"))
+    stored = (tmp_path / "tiny" / "model.safetensors").stat().st_size  # float32
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (stored * 0.6, stored))
+    with pytest.raises(ConfigError, match="exactly one GPU"):
+        loader._check_fits(spec)
+    loader._check_fits(dataclasses.replace(spec, dtype="bfloat16"))
 
 
 def test_a_model_that_does_not_fit_one_gpu_is_refused(
