@@ -180,9 +180,10 @@ def logprob_fields(logprobs: Sequence[TokenLogprob]) -> tuple[dict[str, Any], ..
 
 
 def _token(token: str, logprob: float) -> dict[str, Any]:
-    # A token that is part of a character has no text of its own.
-    raw = None if "�" in token else list(token.encode("utf-8", "replace"))
-    return {"token": token, "logprob": logprob, "bytes": raw}
+    # A token that is part of a character has no text of its own; decode spells its bytes.
+    part = token.startswith("bytes:\\x")
+    raw = bytes.fromhex(token[6:].replace("\\x", "")) if part else token.encode()
+    return {"token": token, "logprob": logprob, "bytes": list(raw)}
 
 
 def _chunk_fields(reply: Reply) -> dict[str, Any]:

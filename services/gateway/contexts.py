@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from decimal import Decimal
 from typing import Any
 
@@ -13,11 +14,20 @@ from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.prompt import Prompt, check_text_size, flatten
 from criticalkv.services.gateway.schemas import ContextRequest, parse_ttl
 from criticalkv.services.gateway.transcript import Metadata, Transcript
-from criticalkv.shared.errors import ContextExpiredError, InvalidRequestError, NodeMissingError
+from criticalkv.shared.errors import (
+    ContextExpiredError,
+    ContextLengthError,
+    CriticalKVError,
+    InvalidRequestError,
+    NodeMissingError,
+)
 from criticalkv.shared.identity import tenant_salt
 from criticalkv.shared.model.chat import Message
 
 PREFIX = "ctx_"
+MAX_HANDLES = 1000
+
+log = logging.getLogger(__name__)
 
 
 class Contexts:
@@ -32,6 +42,17 @@ class Contexts:
         """Compress and store a context; return it under a new handle."""
         core = self._core
         core.check_model(core.model.name if request.model is None else request.model)
+        try:
+            return await self._create(tenant, request, deadline)
+        except ContextLengthError as error:
+            field = "messages" if request.text is None else "text"
+            text = error.message.partition(": ")[2]
+            raise ContextLengthError(f"{field}: {text}", param=field) from None
+
+    async def _create(
+        self, tenant: Tenant, request: ContextRequest, deadline: Deadline
+    ) -> dict[str, Any]:
+        core = self._core
         policy = request.policy or core.config.eviction.policy
         salt = tenant_salt(tenant.name, request.cache_salt)
         messages, ttl_ms = request.plain(), parse_ttl(request.ttl)
@@ -73,7 +94,8 @@ class Contexts:
 
     async def delete(self, tenant: Tenant, handle: str) -> dict[str, Any]:
         """Remove the handle, and KV that nothing references any more."""
-        await self._core.resolve(tenant, handle)
+        found = await self._core.resolve(tenant, handle)
+        await self._unpin_last(tenant, handle, found.node_id)
         await self._core.store.delete_handle(tenant.digest, handle)
         return {"id": handle, "object": "context.deleted", "deleted": True}
 
@@ -88,6 +110,17 @@ class Contexts:
             raise ContextExpiredError("the context is no longer stored; send it again") from error
         return {"id": handle, "object": "context", "pinned": keep}
 
+    async def _unpin_last(self, tenant: Tenant, handle: str, node_id: str) -> None:
+        """Unpin a node with the tenant's last handle on it: nobody could do it later."""
+        store = self._core.store
+        others = await store.list_handles(tenant.digest, PREFIX, MAX_HANDLES)
+        if any(h.node_id == node_id and h.handle != handle for h in others):
+            return
+        try:
+            await store.unpin(tenant.digest, node_id)
+        except NodeMissingError:
+            log.info("the pinned node of %s is gone already", handle)
+
     def _render(self, messages: list[Message]) -> Prompt:
         template = self._core.template
         return flatten(template.render(messages, add_generation_prompt=False), template)
@@ -95,9 +128,19 @@ class Contexts:
     async def _objects(self, handles: list[pb.Handle]) -> list[dict[str, Any]]:
         stats = await self._core.store.stat([h.node_id for h in handles]) if handles else []
         return [
-            describe(handle, Metadata.decode(handle.metadata), stat)
+            describe(handle, meta, stat)
             for handle, stat in zip(handles, stats, strict=True)
+            if (meta := _readable(handle)) is not None
         ]
+
+
+def _readable(handle: pb.Handle) -> Metadata | None:
+    """Return a handle's metadata, or None if another version wrote it."""
+    try:
+        return Metadata.decode(handle.metadata)
+    except CriticalKVError:
+        log.warning("metadata of %s is unreadable", handle.handle)
+        return None
 
 
 def describe(handle: pb.Handle, meta: Metadata, stat: pb.NodeStat) -> dict[str, Any]:

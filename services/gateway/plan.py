@@ -187,10 +187,11 @@ def check_room(prompt_tokens: int, room: int, limit: int) -> None:
         ContextLengthError: naming the limit.
     """
     if prompt_tokens + room > limit:
+        field = "max_tokens" if prompt_tokens < limit else "messages"
         raise ContextLengthError(
-            f"messages: {prompt_tokens} prompt tokens and {room} for the answer exceed the model's "
+            f"{field}: {prompt_tokens} prompt tokens and {room} for the answer exceed the model's "
             f"limit of {limit} tokens",
-            param="messages",
+            param=field,
         )
 
 

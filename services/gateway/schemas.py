@@ -280,7 +280,7 @@ class ContextRequest(_Body):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.text is None) == (self.messages is None):
-            raise ValueError("give either text or messages")
+            raise ValueError("text: give either text or messages")
         _check_messages(self.messages or [])
         return self
 
@@ -338,7 +338,7 @@ def _validate(model: type[Model], fields: dict[str, Any]) -> Model:
 def _field_error(loc: tuple[int | str, ...], kind: str, message: str) -> InvalidRequestError:
     if not loc:  # a rule over several fields; its text names them
         text = message.removeprefix("Value error, ")
-        return InvalidRequestError(text, param=text.split(" ", 1)[0])
+        return InvalidRequestError(text, param=text.split(" ", 1)[0].rstrip(":"))
     path = _path(loc)
     if kind == "extra_forbidden":
         known = str(loc[-1]) in NEUTRAL or str(loc[-1]) in NEUTRAL_MESSAGE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
+
 DOC = "d" * 150
 
 
@@ -89,3 +91,29 @@ def test_a_context_without_kv_is_shown_and_rebuilt_on_use(gateway: Any) -> None:
     )
     assert answer.status_code == 200
     assert len(gateway.workers.prefills) == 2
+
+
+def test_deleting_the_last_handle_unpins(gateway: Any) -> None:
+    first, second = (gateway.post("/v1/contexts", {"text": DOC}).json() for _ in range(2))
+    assert first["node_id"] == second["node_id"]
+    gateway.post(f"/v1/contexts/{first['id']}/pin", {})
+    delete = httpx.delete(f"{gateway.url}/v1/contexts/{first['id']}")
+    assert delete.json()["deleted"] is True
+    assert gateway.get(f"/v1/contexts/{second['id']}").json()["pinned"] is True
+    httpx.delete(f"{gateway.url}/v1/contexts/{second['id']}")
+    assert not gateway.store.stat([first["node_id"]])[0].present
+
+
+def test_a_handle_of_another_version_is_left_out_of_the_list(gateway: Any) -> None:
+    good = gateway.post("/v1/contexts", {"text": DOC}).json()
+    tenant = gateway.core.auth.tenant(None).digest
+    gateway.store.bind_handle("ctx_other", tenant, good["node_id"], b"\x81\xa1x\x01")
+    listed = [c["id"] for c in gateway.get("/v1/contexts").json()["data"]]
+    assert good["id"] in listed
+    assert "ctx_other" not in listed
+
+
+def test_too_long_a_text_is_named(gateway: Any) -> None:
+    error = gateway.post("/v1/contexts", {"text": "x" * 10_000}).json()["error"]
+    assert (error["param"], error["code"]) == ("text", "context_length_exceeded")
+    assert error["message"].startswith("text: ")

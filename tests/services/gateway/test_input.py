@@ -44,7 +44,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 0}, "max_tokens", "invalid_request"),
     ({"max_tokens": 1.5}, "max_tokens", "invalid_request"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_request"),
-    ({"max_tokens": 10**6}, "messages", "context_length_exceeded"),
+    ({"max_tokens": 10**6}, "max_tokens", "context_length_exceeded"),
     ({"n": 0}, "n", "invalid_request"),
     ({"n": 9}, "n", "invalid_request"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "invalid_request"),
@@ -186,16 +186,16 @@ def test_the_template_may_refuse_roles(make_gateway: Callable[..., Any]) -> None
 
 
 CONTEXTS: list[tuple[dict[str, Any], str]] = [
-    ({}, "give"),
+    ({}, "text"),
     ({"text": ""}, "text"),
-    ({"text": "x", "messages": GOOD}, "give"),
+    ({"text": "x", "messages": GOOD}, "text"),
     ({"messages": []}, "messages"),
     ({"text": "x", "ttl": "0s"}, "ttl"),
     ({"text": "x", "ttl": "9999999d"}, "ttl"),
     ({"text": "x", "policy": "x+y"}, "policy"),
     ({"text": "x", "store_tier": 7}, "store_tier"),
     ({"text": "x", "tier": 1}, "tier"),
-    ({"text": "x" * 6000}, "messages"),
+    ({"text": "x" * 6000}, "text"),
 ]
 
 
