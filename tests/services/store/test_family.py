@@ -216,7 +216,8 @@ def key(node, kind):
 def test_children_are_listed_as_long_as_their_parent_lives(store, valkey, chain):
     root, _, leaf = chain
     listed = key(root, "c")
-    assert 0 < valkey.pttl(listed) <= valkey.pttl(key(root, "t"))
+    # The second look is a little later than the first.
+    assert 0 < valkey.pttl(listed) <= valkey.pttl(key(root, "t")) + 1000
     record_ms = 30 * 24 * 3_600_000
     assert store.touch(leaf.node_id, record_ms)
     assert valkey.pttl(listed) > record_ms - 60_000
