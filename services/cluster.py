@@ -96,17 +96,18 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
     # everybody, hence one more below.
     directory = tempfile.mkdtemp(prefix="ckv-", dir="/tmp")
     try:
-        ray.init(
-            address="local",
-            num_cpus=logical_cpus(config),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=dashboard_port is not None,
-            dashboard_host="127.0.0.1",
-            dashboard_port=dashboard_port,
-            log_to_driver=show_logs,
-            logging_level=logging.WARNING,
-            _temp_dir=os.path.join(directory, "r"),
-        )
+        with _whole_or_nothing():
+            ray.init(
+                address="local",
+                num_cpus=logical_cpus(config),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=dashboard_port is not None,
+                dashboard_host="127.0.0.1",
+                dashboard_port=dashboard_port,
+                log_to_driver=show_logs,
+                logging_level=logging.WARNING,
+                _temp_dir=os.path.join(directory, "r"),
+            )
         _exit_on_sigterm()
         yield
     finally:
@@ -114,6 +115,35 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
             ray.shutdown()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _whole_or_nothing() -> Iterator[None]:
+    # Ray ends its own children after an interrupted start, but not theirs: its agents
+    # then outlive it for as long as they wait for a cluster that has gone.
+    before = _descendants()
+    try:
+        yield
+    except BaseException:
+        for pid in _descendants() - before:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def _descendants() -> set[int]:
+    """All live processes below this one, by the kernel's parent table."""
+    parents: dict[int, int] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(name)] = int(parent)
+    found: set[int] = set()
+    below = {os.getpid()}
+    while below := {pid for pid, parent in parents.items() if parent in below} - found:
+        found |= below
+    return found
 
 
 def _exit_on_sigterm() -> None:

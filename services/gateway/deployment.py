@@ -24,7 +24,7 @@ class Gateway:
     """
 
     def __init__(self, config: Config, prefill: Any, decode: Any) -> None:
-        spec = load_spec(config.model)
+        spec = load_spec(config.model, check_device=False)
         self._core = GatewayCore(
             config,
             spec,
