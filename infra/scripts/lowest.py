@@ -1,6 +1,6 @@
 """Print a constraints file that pins every dependency to its lower bound.
 
-    python infra/scripts/lowest.py > lowest.txt && pip install -c lowest.txt -e '.[test]'
+python infra/scripts/lowest.py > lowest.txt && pip install -c lowest.txt -e '.[test]'
 """
 
 from __future__ import annotations

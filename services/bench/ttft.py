@@ -180,6 +180,8 @@ class _Bench:
         with self._process.client() as store:
             engine = DecodeEngine(self._model, store, DecodeConfig(node_cache_mb=0))
             try:
+                # As a replica does before it says ready; it still holds no node.
+                engine.warm_up()
                 return self._first_token(engine, node_id, n, tier)
             finally:
                 engine.close()

@@ -8,6 +8,8 @@ back to back, in the machine's little-endian order.
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -22,6 +24,10 @@ from criticalkv.shared.cache.manifest import (
 )
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
 from criticalkv.shared.errors import CorruptNodeError
+
+# Payloads from gRPC are read-only; they are only read here, and a copy would cost more than
+# the whole check of a segment.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 TORCH_DTYPE = {
     "float32": torch.float32,
@@ -61,14 +67,16 @@ def pack_layer(
 
 def tier_rows(cu_seqlens: Tensor, tier_lens: Tensor, tier: int) -> Tensor:
     """Return the row indexes, int64, of what `tier` adds, head by head."""
-    begin = cu_seqlens[:-1].to(torch.int64)
-    low = tier_lens[tier - 1] if tier else torch.zeros_like(tier_lens[0])
-    return torch.cat(
-        [
-            torch.arange(int(b + lo), int(b + hi))
-            for b, lo, hi in zip(begin, low, tier_lens[tier], strict=True)
-        ]
-    )
+    runs = [torch.arange(a, b) for a, b in tier_runs(cu_seqlens, tier_lens, tier)]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+
+def tier_runs(cu_seqlens: Tensor, tier_lens: Tensor, tier: int) -> list[tuple[int, int]]:
+    """Return the [begin, end) rows of what `tier` adds, head by head, none empty."""
+    begin = cu_seqlens[:-1].tolist()
+    low = tier_lens[tier - 1].tolist() if tier else [0] * len(begin)
+    rows = zip(begin, low, tier_lens[tier].tolist(), strict=True)
+    return [(b + lo, b + hi) for b, lo, hi in rows if hi > lo]
 
 
 class LayerAssembler:
@@ -92,7 +100,10 @@ class LayerAssembler:
             torch.empty(rows, dtype=torch.int32),
             cu_seqlens_of(top),
         )
-        self._offset = [0] * (self._tier + 1)
+        # Per tier, the rows of the output that it fills next: one run per head.
+        self._runs = [
+            deque(tier_runs(self._out.cu_seqlens, self._lens, t)) for t in range(self._tier + 1)
+        ]
         self._missing = rows
 
     def add(self, index: int, payload: bytearray | memoryview | bytes) -> None:
@@ -108,15 +119,21 @@ class LayerAssembler:
         if segment.layer != self._layer or segment.tier > self._tier:
             raise CorruptNodeError(f"segment {index} does not belong to this read")
         verify_segment(self._manifest, index, payload)
-        keys, values, positions = _parse(payload, segment.rows, self._manifest)
-        at = self._offset[segment.tier]
-        rows = tier_rows(self._out.cu_seqlens, self._lens, segment.tier)[at : at + segment.rows]
-        if rows.numel() != segment.rows:
-            raise CorruptNodeError(f"segment {index} is there twice")
-        self._out.keys[rows] = keys
-        self._out.values[rows] = values
-        self._out.positions[rows] = positions
-        self._offset[segment.tier] = at + segment.rows
+        pieces = _parse(payload, segment.rows, self._manifest)
+        runs = self._runs[segment.tier]
+        done = 0
+        while done < segment.rows:
+            if not runs:
+                raise CorruptNodeError(f"segment {index} is there twice")
+            begin, end = runs[0]
+            count = min(end - begin, segment.rows - done)
+            out = (self._out.keys, self._out.values, self._out.positions)
+            for target, piece in zip(out, pieces, strict=True):
+                target[begin : begin + count] = piece[done : done + count]
+            done += count
+            runs[0] = (begin + count, end)
+            if begin + count == end:
+                runs.popleft()
         self._missing -= segment.rows
 
     def finish(self) -> RaggedLayer:
@@ -193,15 +210,7 @@ def _parse(
     dtype = TORCH_DTYPE[manifest.identity.dtype]
     dim = manifest.head_dim
     size = rows * dim * dtype.itemsize
-    # frombuffer warns on read-only memory; the views below are only read.
-    buffer = payload if _writable(payload) else bytearray(payload)
-    keys = torch.frombuffer(buffer, dtype=dtype, count=rows * dim)
-    values = torch.frombuffer(buffer, dtype=dtype, count=rows * dim, offset=size)
-    positions = torch.frombuffer(buffer, dtype=torch.int32, count=rows, offset=2 * size)
+    keys = torch.frombuffer(payload, dtype=dtype, count=rows * dim)
+    values = torch.frombuffer(payload, dtype=dtype, count=rows * dim, offset=size)
+    positions = torch.frombuffer(payload, dtype=torch.int32, count=rows, offset=2 * size)
     return keys.view(rows, dim), values.view(rows, dim), positions
-
-
-def _writable(payload: bytearray | memoryview | bytes) -> bool:
-    return isinstance(payload, bytearray) or (
-        isinstance(payload, memoryview) and not payload.readonly
-    )
