@@ -102,14 +102,13 @@ def start(tmp_path: Path, demo_model: LoadedModel) -> Running:
         base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0
     )
     deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return Running(process, client, client.models.list().data[0].id)
-        except Exception:
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
-                raise AssertionError((tmp_path / "serve.log").read_text()[-4000:]) from None
-            time.sleep(0.5)
+    # The gateway answers before every replica is there; the command says when.
+    while "CriticalKV is up" not in (tmp_path / "serve.log").read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError((tmp_path / "serve.log").read_text()[-4000:])
+        time.sleep(0.5)
+    return Running(process, client, client.models.list().data[0].id)
 
 
 @pytest.fixture(scope="module")
