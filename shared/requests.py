@@ -5,7 +5,7 @@ Requests and tokens only: KV never travels here.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -133,6 +133,3 @@ class DecodeEnd(_Message):
     stored_bytes: int = 0
     publish_error: str | None = None
     decode_ms: float = 0.0
-
-
-DecodeEvent = Annotated[DecodeStart | DecodeDelta | DecodeEnd, Field(discriminator="type")]

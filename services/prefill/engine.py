@@ -14,7 +14,7 @@ import torch
 
 from criticalkv.services.prefill.context_pass import ContextPass
 from criticalkv.services.prefill.replay_pass import ReplayPass
-from criticalkv.services.prefill.sinks import SpoolingSink, StreamingSink
+from criticalkv.services.prefill.sinks import Sink, SpoolingSink, StreamingSink
 from criticalkv.services.prefill.spool import Spool
 from criticalkv.shared.cache.manifest import ITEMSIZE
 from criticalkv.shared.chain import Chain, ChainLoader, NodeCache
@@ -148,7 +148,7 @@ class _Prefill:
         self,
         publisher: NodePublisher,
         chain: Chain,
-        sink: StreamingSink | SpoolingSink,
+        sink: Sink,
         forward_s: float,
         scoring_s: float,
         started: float,

@@ -24,7 +24,6 @@ INDEX = "ckv:{books}:index"
 """Sorted set: node ids by value, the least valuable first."""
 USED = "ckv:{books}:used"
 """Sorted set: node ids by last use, ms."""
-BOOKS = [SIZES, COUNTS, TOTAL, WRITING, TRASH, INDEX, USED]
 
 
 def manifest(node_id: str) -> str:

@@ -34,7 +34,6 @@ TORCH_DTYPE = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 def pack_layer(
