@@ -146,7 +146,12 @@ def test_books_are_repaired(client, books, make_node):
 
 
 def under_way(client, node, parent):
-    return client.open_put(node.node_id, node.manifest.attempt, ancestors=[parent.node_id])
+    return client.open_put(
+        node.node_id,
+        node.manifest.attempt,
+        ancestors=[parent.node_id],
+        expected_bytes=node.nbytes,  # reserved at once, however its segments are batched
+    )
 
 
 def test_child_being_put_does_not_evict_its_parent(client, make_node):
