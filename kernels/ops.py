@@ -68,6 +68,8 @@ def attention_scores(
     prefix_keys: Tensor | None = None,
     prefix_cu: Tensor | None = None,
     query_weight: Tensor | None = None,
+    padding: Tensor | None = None,
+    min_distance: int = 0,
     block: int | None = None,
 ) -> dict[Reduction, Tensor]:
     """Return how strongly queries attend to each of `keys`, reduced over the queries.
@@ -99,6 +101,10 @@ def attention_scores(
         prefix_cu: integers [num_kv_heads + 1], cumulative head lengths of
             `prefix_keys`; on the CPU it costs no synchronisation.
         query_weight: [m], for "sumsq", such as 1/‖o_q‖²; None: 1.
+        padding: integers [num_kv_heads] or None: leading columns of `keys` that are none,
+            by head; nobody sees them and they score 0.
+        min_distance: a query only scores keys at least so many columns before its own;
+            needs first_query. It still sees the nearer ones.
         block: queries per block; None: by size.
 
     Returns:
@@ -112,6 +118,8 @@ def attention_scores(
         raise ValueError(f"first_query is {first_query}")
     if tail_keys is not None and tail_keys.shape[1] < queries.shape[1]:
         raise ValueError(f"{tail_keys.shape[1]} tail keys for {queries.shape[1]} queries")
+    if min_distance and first_query is None:
+        raise ValueError("min_distance needs first_query")
     if (prefix_keys is None) != (prefix_cu is None):
         raise ValueError("prefix_keys and prefix_cu go together")
     sums = reference.attention_scores(
@@ -124,6 +132,8 @@ def attention_scores(
         prefix_keys=prefix_keys,
         prefix_cu=prefix_cu,
         query_weight=query_weight,
+        padding=padding,
+        min_distance=min_distance,
         block=block,
     )
     return {name: sums[name] for name in reductions}

@@ -76,6 +76,8 @@ def attention_scores(
     prefix_keys: Tensor | None,
     prefix_cu: Tensor | None,
     query_weight: Tensor | None,
+    padding: Tensor | None,
+    min_distance: int,
     block: int | None,
 ) -> dict[str, Tensor]:
     """Return the reductions over queries of the softmaxed scores of `keys`."""
@@ -87,6 +89,7 @@ def attention_scores(
         for name in reductions
     }
     bounds = [0] * (heads + 1) if prefix_cu is None else prefix_cu.tolist()
+    hidden = [0] * heads if padding is None else padding.tolist()
     for h, (a, b) in enumerate(itertools.pairwise(bounds)):
         tail = keys[h, :0] if tail_keys is None else tail_keys[h]
         prefix = keys[h, :0] if prefix_keys is None else prefix_keys[a:b]
@@ -98,9 +101,12 @@ def attention_scores(
             if first_query is not None:
                 _hide_future(logits[..., :n], first_query + begin)
             _hide_future(logits[..., n : n + tail.shape[0]], tail.shape[0] - m + begin)
+            logits[..., : hidden[h]] = -torch.inf
             weight = None if query_weight is None else query_weight[begin : begin + step].float()
-            head_sums = {name: total[h] for name, total in sums.items()}
-            _reduce(head_sums, logits.softmax(-1)[..., :n], weight)
+            probs = logits.softmax(-1)[..., :n]
+            if first_query is not None and min_distance:
+                _drop_near(probs, first_query + begin - min_distance)
+            _reduce({name: total[h] for name, total in sums.items()}, probs, weight)
     if "mean" in sums:
         sums["mean"] /= m
     return sums
@@ -120,6 +126,13 @@ def _hide_future(logits: Tensor, first: int) -> None:
     row = torch.arange(first, first + count, device=logits.device)
     column = torch.arange(begin, n, device=logits.device)
     logits[..., begin:].masked_fill_(column > row[:, None], -torch.inf)
+
+
+def _drop_near(probs: Tensor, last: int) -> None:
+    """Zero in place what row i is too near to score: columns > last + i. Rows are dim -2."""
+    count, n = probs.shape[-2:]
+    row = torch.arange(last, last + count, device=probs.device)
+    probs.masked_fill_(torch.arange(n, device=probs.device) > row[:, None], 0)
 
 
 def _reduce(sums: dict[str, Tensor], probs: Tensor, weight: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from criticalkv.services.prefill.sinks import SpooledLayer
 from criticalkv.shared.cache.ragged import RaggedLayer, dense_layer
 from criticalkv.shared.chain import Chain, merge_layers
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.replay import ReplayScorer
+from criticalkv.shared.eviction.scorers.replay import ReplayScorer
 from criticalkv.shared.eviction.scores import uses_relative
 from criticalkv.shared.model.attention import LayerCall, attend_ragged, forward
 from criticalkv.shared.model.loader import LoadedModel

@@ -11,12 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from criticalkv.kernels import ops
 from criticalkv.services.prefill.context_pass import LayerPass
 from criticalkv.shared.cache.ranking import Ranking, build_layer, join_rankings, rank_layers
+from criticalkv.shared.eviction.context_layer import ContextLayer
+from criticalkv.shared.eviction.plan import Place
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scores import LayerScores, uses_relative
-from criticalkv.shared.eviction.window import make_window_scores
+from criticalkv.shared.eviction.profile import Profile
+from criticalkv.shared.eviction.scorers import SCORERS
+from criticalkv.shared.eviction.scores import LayerScores
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.publish import NodePublisher
 
@@ -43,18 +45,21 @@ class StreamingSink:
         policy: Policy | None,
         tiers: tuple[str, ...],
         first_position: int,
+        profile: Profile | None = None,
     ) -> None:
         self._model = model
         self._publisher = publisher
         self._policy = policy
         self._tiers = tiers
         self._first = first_position
+        self._profile = profile
         self._rankings: list[Ranking] = []
 
     def take(self, layer: LayerPass) -> None:
         """Score, rank and send one layer."""
         scores, keys, values, first = own_scores(self._model, self._policy, layer, self._first)
-        ranking = rank_layers([scores], self._policy, self._tiers)
+        place = Place((layer.call.layer,), evictable_layers(self._model), self._profile)
+        ranking = rank_layers([scores], self._policy, self._tiers, place)
         self._rankings.append(ranking)
         packed = build_layer(ranking, 0, keys, values, first)
         self._publisher.send(packed, ranking.tier_lens[:, 0])
@@ -84,26 +89,32 @@ class SpoolingSink:
         policy: Policy,
         tiers: tuple[str, ...],
         first_position: int,
+        profile: Profile | None = None,
     ) -> None:
         self._model = model
         self._publisher = publisher
         self._policy = policy
         self._tiers = tiers
         self._first = first_position
+        self._profile = profile
         self.layers: list[SpooledLayer] = []
 
     def take(self, layer: LayerPass) -> None:
         """Keep a layer; score it now if the policy looks at the context's own queries."""
         scores = None
-        if self._policy.scorer == "window":
+        if self._policy.scorer != "replay":
             scores = own_scores(self._model, self._policy, layer, self._first)[0]
         self.layers.append(SpooledLayer(layer, scores))
 
     def finish(self) -> Ranking:
         """Rank over all layers and send them, freeing each as it goes."""
         first = [self._first + _cut_start(s.keys.shape[1], s.window) for s in self.layers]
+        evictable = evictable_layers(self._model)
         ranking = rank_layers(
-            [self._scores_of(i) for i in range(len(self.layers))], self._policy, self._tiers
+            [self._scores_of(i) for i in range(len(self.layers))],
+            self._policy,
+            self._tiers,
+            Place(evictable, evictable, self._profile),
         )
         for index in range(len(self.layers)):
             spooled = self.layers[index]
@@ -127,7 +138,7 @@ class SpoolingSink:
 def own_scores(
     model: LoadedModel, policy: Policy | None, layer: LayerPass, first_position: int
 ) -> tuple[LayerScores, Tensor, Tensor, int]:
-    """Score a layer by its own window queries.
+    """Score a layer by what its own forward computed.
 
     Returns:
         scores, then the keys and values they are about and the position of the first: a
@@ -139,21 +150,25 @@ def own_scores(
         begin = _cut_start(n, call.window)
         scores = LayerScores.everything(heads, n - begin, call.key.device)
         return scores, call.key[:, begin:], call.value[:, begin:], first_position + begin
-    w_o = model.w_o(call.layer)
-    queries, out = call.query[:, -policy.window :], layer.out[:, -policy.window :]
     has_prefix = layer.prefix.keys.shape[0] > 0
-    scores = make_window_scores(
-        policy,
-        queries=queries,
+    context = ContextLayer(
+        queries=call.query,
+        out=layer.out,
         keys=call.key,
         values=call.value,
-        w_o=w_o,
+        w_o=model.w_o(call.layer),
         scaling=call.scaling,
-        output_norm=ops.output_norms(out, w_o) if uses_relative(policy) else None,
+        first_position=first_position,
+        rotation=model.rotation,
         prefix_keys=layer.prefix.keys if has_prefix else None,
         prefix_cu=layer.prefix.cu_seqlens if has_prefix else None,
     )
-    return scores, call.key, call.value, first_position
+    return SCORERS[policy.scorer](policy, context), call.key, call.value, first_position
+
+
+def evictable_layers(model: LoadedModel) -> tuple[int, ...]:
+    """The model's full-attention layers; sliding-window layers keep their window."""
+    return tuple(i for i, window in enumerate(model.spec.sliding_windows) if window is None)
 
 
 def _cut_start(n: int, window: int | None) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.errors import NumericsError
-from criticalkv.shared.eviction.plan import Plan
+from criticalkv.shared.eviction.plan import Place, Plan
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scores import LayerScores
 
@@ -53,13 +53,17 @@ class Ranking:
 
 
 def rank_layers(
-    scores: Sequence[LayerScores], policy: Policy | None, tiers: Sequence[str]
+    scores: Sequence[LayerScores],
+    policy: Policy | None,
+    tiers: Sequence[str],
+    place: Place | None = None,
 ) -> Ranking:
     """Rank the entries of layers, all of a model or one that is streamed alone.
 
     Layers with `keep_all` keep everything at every tier, in position order, and are
     outside every budget; they may differ in length. `policy` may be None (dense) if
-    there are no others.
+    there are no others. `place` says where the layers are in their model; None: they are
+    all of it.
 
     Raises:
         NumericsError: if a score holds NaN or infinity.
@@ -72,7 +76,9 @@ def rank_layers(
         return _join(scores, {}, tuple(tiers), nested=True)
     if policy is None:
         raise ValueError("a policy is needed unless every layer keeps all")
-    plan = Plan([scores[i] for i in evictable], policy)
+    if place is None:
+        place = Place(tuple(evictable), tuple(evictable))
+    plan = Plan([scores[i] for i in evictable], policy, place)
     admitted, nested = _admitted(plan, tiers)
     if not nested:
         logger.warning("tiers of %s are not nested: only %s is kept", policy.canonical(), tiers[-1])

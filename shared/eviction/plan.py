@@ -3,32 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from criticalkv.shared.eviction.allocators import ALLOCATORS
+from criticalkv.shared.eviction.allocators.contest import Contest
 from criticalkv.shared.eviction.orders import Ranked
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.profile import Profile
 from criticalkv.shared.eviction.scores import (
     LayerScores,
     finite,
     uses_critical,
     uses_relative,
 )
-from criticalkv.shared.eviction.selectors import SELECTORS, Candidates
+from criticalkv.shared.eviction.selectors import SELECTORS
+from criticalkv.shared.eviction.selectors.candidates import Candidates
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranked layers are in their model.
+
+    Attributes:
+        layers: which layers these are.
+        evictable: all layers of the model that evict, ascending.
+        profile: the model's, for allocators that need one.
+    """
+
+    layers: tuple[int, ...]
+    evictable: tuple[int, ...]
+    profile: Profile | None = None
+
+    @classmethod
+    def whole(cls, num_layers: int, profile: Profile | None = None) -> Place:
+        """All layers of a model in which every layer evicts."""
+        every = tuple(range(num_layers))
+        return cls(every, every, profile)
 
 
 class Plan:
     """The selections of layers of equal shape under one policy; sorts each score once."""
 
-    def __init__(self, layers: Sequence[LayerScores], policy: Policy) -> None:
+    def __init__(
+        self, layers: Sequence[LayerScores], policy: Policy, place: Place | None = None
+    ) -> None:
         """Stack the layers' scores.
+
+        Args:
+            layers: their scores, of equal shape.
+            policy: what decides.
+            place: where they are in the model; None: they are all of it.
 
         Raises:
             NumericsError: if a score holds NaN or infinity.
         """
         self._policy = policy
+        self._place = place or Place.whole(len(layers))
         self._entries = Candidates(
             torch.stack([layer.forced.expand_as(layer.attention) for layer in layers]),
             Ranked(_stack(layers, "attention")),
@@ -52,9 +85,19 @@ class Plan:
         return self._entries.critical or self._entries.relative or self._entries.attention
 
     def budgets(self, tier: str) -> Tensor:
-        """Return the entries that each head keeps, int64 [layers, num_kv_heads]."""
-        allocate = ALLOCATORS[self._policy.allocator]
-        return allocate(self._allocation, self._entries.forced, tier, self._policy)
+        """Return the entries that each head is given, int64 [layers, num_kv_heads]."""
+        forced = self._entries.forced
+        contest = Contest(
+            self._allocation,
+            forced,
+            tier,
+            forced.shape[-1],
+            self._policy,
+            self._place.layers,
+            self._place.evictable,
+            self._place.profile,
+        )
+        return ALLOCATORS[self._policy.allocator](contest)
 
     def select(self, tier: str) -> Tensor:
         """Return the kept entries, bool [layers, num_kv_heads, n]."""

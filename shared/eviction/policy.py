@@ -1,20 +1,41 @@
 """The name of an eviction policy: `scorer+allocator+selector[:key=value,…]`.
 
-Parsing only; no torch, so that gateway and store can read policies.
+Parsing only; no torch, so that gateway and store can read policies. Which parameters a
+part uses, and its defaults under each preset: `parameters`.
 """
 
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from criticalkv.shared.errors import PolicyError
+from criticalkv.shared.eviction.parameters import ALIASES, used_parameters
 
-Scorer = Literal["window", "replay"]
-Allocator = Literal["uniform", "adakv", "model"]
+Scorer = Literal[
+    "window",
+    "h2o",
+    "tova",
+    "streaming",
+    "knorm",
+    "keydiff",
+    "expected",
+    "obcache",
+    "defensive",
+    "replay",
+    "self",
+]
+Allocator = Literal["uniform", "adakv", "headkv", "pyramidkv", "duo", "model"]
 Selector = Literal["plain", "twostage", "critical", "relative"]
+Preset = Literal["paper", "official", "kvpress"]
+
+PARTS = ("scorer", "allocator", "selector")
+MAY_BE_RELATIVE = ("window", "h2o", "replay", "self")
+"""Scorers that see single queries, whose share of the layer's output can be told."""
+STEPWISE = ("window", "h2o", "tova", "streaming", "knorm", "keydiff")
+"""Scorers that can look again at what an earlier step left."""
 
 
 class Policy(BaseModel):
@@ -26,87 +47,184 @@ class Policy(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    scorer: Scorer = Field(description="window (SnapKV) or replay (KVzip)")
-    allocator: Allocator = Field(description="uniform, adakv (per layer), model (all layers)")
+    scorer: Scorer
+    allocator: Allocator = Field(
+        description="uniform; per layer: adakv; over all layers: model, pyramidkv, and by a "
+        "model's profile headkv, duo"
+    )
     selector: Selector = Field(
-        description="plain: by attention; twostage: CriticalKV, Algorithm 1; "
+        description="plain: by score; twostage: CriticalKV, Algorithm 1; "
         "critical: by (A+eps)·norm; relative: by share of the layer's output"
     )
-    window: int = Field(
-        default=32, ge=1, le=4096, description="observation window, tokens; always kept (window)"
+    preset: Preset = Field(
+        default="paper", description="whose rules: the paper's, its official code's, kvpress'"
     )
-    kernel: int = Field(default=7, ge=1, le=63, description="max-pooling width, odd (window)")
-    sinks: int = Field(default=4, ge=0, le=1024, description="first entries always kept (replay)")
-    recent: int = Field(default=8, ge=0, le=4096, description="last entries always kept (replay)")
+    # Scorers.
+    window: int = Field(
+        default=32, ge=1, le=4096, description="observation window, tokens; always kept"
+    )
+    kernel: int = Field(default=7, ge=1, le=63, description="pooling width, odd")
+    pooling: Literal["max", "avg"] = Field(default="max", description="pooling over neighbours")
+    span: int = Field(default=256, ge=1, le=8192, description="queries that are summed (h2o)")
+    sinks: int = Field(default=4, ge=0, le=1024, description="first entries, always kept")
+    recent: int = Field(default=8, ge=0, le=4096, description="last entries, always kept")
+    future: int = Field(
+        default=512, ge=1, le=8192, description="positions to come that are averaged (expected)"
+    )
+    covariance: bool = Field(default=True, description="use the queries' covariance (expected)")
+    vnorm: bool = Field(default=True, description="multiply by ‖v‖₂ (expected)")
+    distance: int = Field(
+        default=64, ge=1, le=8192, description="a query scores keys at least so far back (self)"
+    )
     chunk: int = Field(default=512, ge=16, le=8192, description="replayed tokens per chunk")
+    self_weight: Decimal = Field(
+        default=Decimal(0), ge=0, le=16, description="weight of self scores beside replay's"
+    )
+    share: Decimal = Field(
+        default=Decimal(1), gt=0, le=1, description="share of the context that is replayed"
+    )
+    # Allocators.
+    safeguard: Decimal = Field(
+        default=Decimal("0.2"), ge=0, le=1, description="share every head keeps (adakv)"
+    )
+    beta: Decimal = Field(
+        default=Decimal(20), gt=1, le=1000, description="steepness (pyramidkv, headkv)"
+    )
+    profile: str = Field(
+        default="", pattern=r"^([0-9a-f]{64})?$", description="digest of a profile (headkv, duo)"
+    )
+    # Selectors.
     alpha: Decimal = Field(
         default=Decimal("0.5"), ge=0, le=1, description="first-stage ratio (twostage)"
     )
     eps: Decimal = Field(
         default=Decimal("0.0001"), ge=0, le=1, description="added to attention (twostage, critical)"
     )
+    eps_per_token: bool = Field(default=False, description="use eps/n, which scales with length")
     norm: Literal["l1", "l2"] = Field(
         default="l1", description="norm of v·W_O (twostage, critical); relative always uses l2"
     )
-    safeguard: Decimal = Field(
-        default=Decimal("0.2"), ge=0, le=1, description="share every head keeps (adakv)"
+    second: Literal["critical", "relative"] = Field(
+        default="critical", description="score of the second stage (twostage)"
     )
+    # Stepwise eviction: in chunks of a long prefill, or while generating.
+    interval: int = Field(
+        default=0, ge=0, le=1 << 20, description="evict after every so many own tokens; 0 = off"
+    )
+    keep: Decimal = Field(
+        default=Decimal(0), ge=0, le=1, description="kept fraction of the tokens so far (stepwise)"
+    )
+    target: int = Field(
+        default=0, ge=0, le=1 << 20, description="kept entries per head, instead of keep (stepwise)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        """Add the parts' own defaults; refuse parameters that no part uses."""
+        if not isinstance(data, dict):
+            return data
+        used = used_parameters(data)
+        surplus = set(data) - set(PARTS) - set(used)
+        if surplus & set(cls.model_fields):
+            name = min(surplus & set(cls.model_fields))
+            parts = "+".join(str(data.get(part)) for part in PARTS)
+            raise ValueError(
+                f"{parts} does not use {name}; it uses {', '.join(sorted(used)) or 'none'}"
+            )
+        return {**{k: v for k, v in used.items() if v is not None}, **data}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kernel % 2 == 0:
+            raise ValueError("kernel must be odd")
+        if self.allocator in ("headkv", "duo") and not self.profile:
+            raise ValueError(f"{self.allocator} needs profile=DIGEST, made by `criticalkv profile`")
+        if self._reads_relative and self.scorer not in MAY_BE_RELATIVE:
+            raise ValueError(f"relative scores need a scorer of {', '.join(MAY_BE_RELATIVE)}")
+        self._check_stepwise()
+        return self
+
+    def _check_stepwise(self) -> None:
+        if not self.interval:
+            if self.keep or self.target:
+                raise ValueError("keep and target belong to interval")
+            return
+        if bool(self.keep) == bool(self.target):
+            raise ValueError("interval needs exactly one of keep and target")
+        if self.scorer not in STEPWISE or self.allocator not in ("uniform", "adakv"):
+            raise ValueError(
+                f"interval goes with a scorer of {', '.join(STEPWISE)} and uniform or adakv"
+            )
+        if self.preset != "paper" or self._reads_relative:
+            raise ValueError("interval goes with preset=paper and without relative scores")
+
+    @property
+    def _reads_relative(self) -> bool:
+        return self.selector == "relative" or (
+            self.selector == "twostage" and self.second == "relative"
+        )
 
     @property
     def streams_layers(self) -> bool:
         """Whether a layer can be ranked and freed before the next one is computed."""
         return self.scorer != "replay" and self.allocator != "model"
 
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether entries are evicted while the node's tokens are still coming."""
+        return self.interval > 0
+
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Parse the textual form or a preset's name.
+        """Parse the textual form or an alias, options may follow either.
 
         Raises:
             PolicyError: naming the part that does not fit.
         """
-        head, _, tail = PRESETS.get(text, text).partition(":")
-        parts = head.split("+")
-        if len(parts) != 3:
+        head, _, tail = text.partition(":")
+        aliased, _, defaults = ALIASES.get(head, head).partition(":")
+        parts = aliased.split("+")
+        if len(parts) != len(PARTS):
             raise PolicyError(
                 f"policy {text[:100]!r} must be scorer+allocator+selector or one of "
-                f"{', '.join(sorted(PRESETS))}",
+                f"{', '.join(sorted(ALIASES))}",
                 param="policy",
             )
-        fields: dict[str, str] = dict(zip(("scorer", "allocator", "selector"), parts, strict=True))
-        for item in filter(None, tail.split(",")):
-            key, equals, value = item.partition("=")
-            if not equals or key in fields or key not in cls.model_fields:
-                raise PolicyError(
-                    f"policy option {item[:100]!r} is not key=value of a known key", param="policy"
-                )
-            fields[key] = value
+        options = {**_options(defaults), **_options(tail)}
         try:
-            policy = cls.model_validate(fields)
+            return cls.model_validate({**dict(zip(PARTS, parts, strict=True)), **options})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(x) for x in first["loc"])
-            raise PolicyError(f"policy {where}: {first['msg']}", param="policy") from None
-        if policy.kernel % 2 == 0:
-            raise PolicyError("policy kernel must be odd", param="policy")
-        return policy
+            message = first["msg"].removeprefix("Value error, ")
+            raise PolicyError(
+                f"policy {where + ': ' if where else ''}{message}", param="policy"
+            ) from None
 
     def canonical(self) -> str:
-        """The full textual form, every parameter spelled out, for identities."""
-        fields = self.model_dump(exclude={"scorer", "allocator", "selector"})
-        options = ",".join(f"{key}={_plain(value)}" for key, value in sorted(fields.items()))
+        """The full textual form, every parameter in use spelled out, for identities."""
+        used = used_parameters({part: getattr(self, part) for part in PARTS})
+        options = ",".join(f"{key}={_plain(getattr(self, key))}" for key in sorted(used))
         return f"{self.scorer}+{self.allocator}+{self.selector}:{options}"
 
 
+def _options(text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals or key in options or key in PARTS or key not in Policy.model_fields:
+            raise PolicyError(
+                f"policy option {item[:100]!r} is not key=value of a known key", param="policy"
+            )
+        options[key] = value
+    return options
+
+
 def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
 
 
-DEFAULT_POLICY = "replay+model+relative"
-PRESETS = {
-    "default": DEFAULT_POLICY,
-    "snapkv": "window+uniform+plain",
-    "adakv": "window+adakv+plain",
-    "criticalkv": "window+uniform+twostage",
-    "criticaladakv": "window+adakv+twostage",
-    "kvzip": "replay+model+plain",
-}
+DEFAULT_POLICY = ALIASES["default"]

@@ -17,7 +17,7 @@ class LayerScores:
     """Scores of one layer's own n entries; higher means keep.
 
     Attributes:
-        attention: fp32 [num_kv_heads, n].
+        attention: fp32 [num_kv_heads, n], ≥ 0 except under preset kvpress.
         forced: bool [num_kv_heads, n] or [n], entries that are kept at every tier.
         critical: fp32 [num_kv_heads, n], (A + ε)·value norm, or None if not needed.
         relative: fp32 [num_kv_heads, n], share of the layer's output, or None.
@@ -39,6 +39,40 @@ class LayerScores:
         attention = torch.zeros(num_kv_heads, n, device=device)
         return cls(attention, torch.ones(n, dtype=torch.bool, device=device), keep_all=True)
 
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        attention: Tensor,
+        forced: Tensor,
+        *,
+        values: Tensor,
+        w_o: Tensor,
+        sumsq: Tensor | None = None,
+    ) -> LayerScores:
+        """Complete a scorer's result with what the policy's selector reads.
+
+        Args:
+            policy: which scores are needed.
+            attention: fp32 [num_kv_heads, n].
+            forced: bool [num_kv_heads, n] or [n].
+            values: [num_kv_heads, n, head_dim].
+            w_o: [D_model, num_q_heads · head_dim].
+            sumsq: fp32 [num_kv_heads, group_size, n], Σ_q A²/‖o_q‖², for relative scores.
+
+        Raises:
+            NumericsError: if a score holds NaN or infinity.
+        """
+        finite(attention, "attention scores")
+        critical = relative = None
+        if uses_critical(policy):
+            critical = critical_score(attention, values, w_o, policy)
+        if uses_relative(policy):
+            if sumsq is None:
+                raise ValueError("relative scores need the sum of squares")
+            relative = relative_score(sumsq, values, w_o)
+        return cls(attention, forced, critical, relative)
+
     def needed(self, name: str) -> Tensor:
         """Return a score that the policy uses; its absence is a caller's mistake."""
         score = getattr(self, name)
@@ -49,11 +83,15 @@ class LayerScores:
 
 def uses_critical(policy: Policy) -> bool:
     """Whether the policy's selector reads `LayerScores.critical`."""
-    return policy.selector in ("twostage", "critical")
+    if policy.selector == "twostage":
+        return policy.second == "critical"
+    return policy.selector == "critical"
 
 
 def uses_relative(policy: Policy) -> bool:
     """Whether the policy's selector reads `LayerScores.relative`."""
+    if policy.selector == "twostage":
+        return policy.second == "relative"
     return policy.selector == "relative"
 
 
@@ -69,7 +107,8 @@ def critical_score(attention: Tensor, values: Tensor, w_o: Tensor, policy: Polic
         policy: gives ε and the norm.
     """
     norms = ops.value_norm(values, w_o, _group_size(values, w_o), policy.norm)
-    return finite((attention + float(policy.eps)) * norms.mean(1), "critical scores")
+    eps = float(policy.eps) / (values.shape[1] if policy.eps_per_token else 1)
+    return finite((attention + eps) * norms.mean(1), "critical scores")
 
 
 def relative_score(sumsq: Tensor, values: Tensor, w_o: Tensor) -> Tensor:
@@ -95,15 +134,6 @@ def finite(score: Tensor, what: str) -> Tensor:
     if not bool(torch.isfinite(score).all()):
         raise NumericsError(f"{what} hold NaN or infinity")
     return score
-
-
-def output_weight(output_norm: Tensor | None, policy: Policy) -> Tensor | None:
-    """Return 1/‖o_q‖² per query if the policy needs it, fp32 [m]."""
-    if not uses_relative(policy):
-        return None
-    if output_norm is None:
-        raise ValueError("relative scores need output_norm")
-    return finite(output_norm.float(), "output norms").clamp_min(1e-12).square().reciprocal()
 
 
 def _group_size(values: Tensor, w_o: Tensor) -> int:

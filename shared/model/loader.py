@@ -41,6 +41,12 @@ class LoadedModel:
         weight: Tensor = self.model.model.layers[layer].self_attn.o_proj.weight
         return weight.detach()
 
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE's cos and sin at int64 [p] positions, fp32 [p, head_dim] each."""
+        like = torch.empty(0, dtype=torch.float32, device=self.device)
+        cos, sin = self.model.model.rotary_emb(like, positions[None].to(self.device))
+        return cos[0], sin[0]
+
 
 def load_model(config: ModelConfig, threads: int | None = None) -> LoadedModel:
     """Load a model onto one device.

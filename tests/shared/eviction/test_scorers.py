@@ -9,10 +9,11 @@ from torch import Tensor
 
 from criticalkv.kernels import ops
 from criticalkv.shared.errors import NumericsError
+from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.replay import ReplayScorer
+from criticalkv.shared.eviction.scorers.replay import ReplayScorer
+from criticalkv.shared.eviction.scorers.window import window
 from criticalkv.shared.eviction.scores import LayerScores
-from criticalkv.shared.eviction.window import make_window_scores
 
 torch.set_num_threads(1)
 
@@ -28,7 +29,7 @@ class Layer:
         self.queries = torch.randn(HEADS * GROUP, m, DIM)
         self.keys, self.values = torch.randn(HEADS, n, DIM), torch.randn(HEADS, n, DIM)
         self.w_o = torch.randn(WIDTH, HEADS * GROUP * DIM) / 8
-        self.output_norm = torch.rand(m) + 0.1
+        self.out = torch.randn(HEADS * GROUP, m, DIM)
         self.tail = torch.randn(HEADS, tail, DIM)
         lens = parent or (0, 0)
         self.prefix = [torch.randn(k, DIM) for k in lens]
@@ -36,6 +37,23 @@ class Layer:
         if parent:
             cu = torch.tensor([0, *lens]).cumsum(0)
             self.parent = {"prefix_keys": torch.cat(self.prefix), "prefix_cu": cu}
+
+    @property
+    def output_norm(self) -> Tensor:
+        """‖o_q‖₂ after W_O, fp64 [m]."""
+        joined = self.out.double().transpose(0, 1).flatten(1)
+        return (joined @ self.w_o.double().T).norm(dim=-1)
+
+    def context(self) -> ContextLayer:
+        return ContextLayer(
+            queries=self.queries,
+            out=self.out,
+            keys=self.keys,
+            values=self.values,
+            w_o=self.w_o,
+            scaling=SCALING,
+            **self.parent,
+        )
 
     def attention(self, h: int, i: int, visible: int, tail: int) -> Tensor:
         """Softmaxed attention of query i of query head h to the n own entries, fp64 [n]."""
@@ -73,16 +91,7 @@ class Layer:
 
 
 def window_scores(policy: Policy, layer: Layer) -> LayerScores:
-    return make_window_scores(
-        policy,
-        queries=layer.queries,
-        keys=layer.keys,
-        values=layer.values,
-        w_o=layer.w_o,
-        scaling=SCALING,
-        output_norm=layer.output_norm,
-        **layer.parent,
-    )
+    return window(policy, layer.context())
 
 
 def naive_window(layer: Layer, w: int, kernel: int) -> Tensor:
@@ -137,7 +146,7 @@ def test_window_critical(selector: str, norm: str) -> None:
 
 def test_window_relative() -> None:
     layer = Layer(9, 4)
-    scores = window_scores(policy_of("relative", norm="l1"), layer)
+    scores = window_scores(policy_of("relative"), layer)
     close(
         scores.relative,
         layer.relative(lambda h, q: layer.attention(h, q, layer.n - 4 + q + 1, 0)),
@@ -147,7 +156,7 @@ def test_window_relative() -> None:
 def test_window_ignores_surplus_queries() -> None:
     layer = Layer(13, 9)
     short = Layer(13, 9)
-    short.queries, short.output_norm = layer.queries[:, -4:], layer.output_norm[-4:]
+    short.queries, short.out = layer.queries[:, -4:], layer.out[:, -4:]
     a, b = (window_scores(policy_of("relative"), x) for x in (layer, short))
     assert torch.equal(a.attention, b.attention)
     assert torch.equal(a.needed("relative"), b.needed("relative"))
@@ -167,7 +176,7 @@ def replay(policy: Policy, chunks: list[Layer]) -> LayerScores:
             scaling=SCALING,
             reductions=("max", "sumsq"),
             tail_keys=chunk.tail,
-            query_weight=chunk.output_norm.square().reciprocal(),
+            query_weight=chunk.output_norm.square().reciprocal().float(),
             **chunks[0].parent,
         )
         scorer.add_chunk(1, reduced["max"], reduced["sumsq"])
@@ -223,16 +232,9 @@ def test_replay_without_chunks_is_refused() -> None:
         )
 
 
-def test_relative_needs_output_norms() -> None:
-    layer = Layer(13, 4)
-    layer.output_norm = None  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="output_norm"):
-        window_scores(policy_of("relative"), layer)
-
-
-@pytest.mark.parametrize("where", ["keys", "values", "w_o", "output_norm", "queries"])
+@pytest.mark.parametrize("where", ["keys", "values", "w_o", "out", "queries"])
 def test_nan_is_a_typed_error(where: str) -> None:
-    selector = "relative" if where == "output_norm" else "twostage"
+    selector = "relative" if where == "out" else "twostage"
     layer = Layer(13, 4)
     getattr(layer, where).flatten()[-1] = torch.nan
     with pytest.raises(NumericsError):
@@ -245,7 +247,6 @@ def test_nan_is_a_typed_error(where: str) -> None:
 
 def test_silent_output_does_not_poison_relative_scores() -> None:
     layer = Layer(13, 4)
-    layer.output_norm = torch.zeros(4)
     layer.w_o.zero_()
     assert window_scores(policy_of("relative"), layer).needed("relative").eq(0).all()
 
@@ -259,13 +260,6 @@ def test_relative_is_the_share_of_the_output() -> None:
     out, _ = ops.ragged_attention(
         q, keys[0], values[0], torch.tensor([0, n]), keys[:, :0], values[:, :0], scaling=0.3
     )
-    scores = make_window_scores(
-        Policy.parse("window+uniform+relative:window=1"),
-        queries=q,
-        keys=keys,
-        values=values,
-        w_o=w_o,
-        scaling=0.3,
-        output_norm=ops.output_norms(out, w_o),
-    )
+    layer = ContextLayer(queries=q, out=out, keys=keys, values=values, w_o=w_o, scaling=0.3)
+    scores = window(Policy.parse("window+uniform+relative:window=1"), layer)
     torch.testing.assert_close(scores.needed("relative").sum(), torch.tensor(1.0))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from criticalkv.shared.errors import NumericsError
 from criticalkv.shared.eviction.orders import floor_of, floors_of, order_of, take
+from criticalkv.shared.eviction.parameters import used_parameters
 from criticalkv.shared.eviction.plan import Plan
 from criticalkv.shared.eviction.policy import Allocator, Policy, Selector
 from criticalkv.shared.eviction.scores import LayerScores
@@ -19,9 +20,18 @@ from criticalkv.shared.eviction.scores import LayerScores
 torch.set_num_threads(1)
 
 Entry = tuple[int, int, int]
-MATRIX = list(product(get_args(Allocator), get_args(Selector)))
+ALLOCATORS = ("uniform", "adakv", "model")
+MATRIX = list(product(ALLOCATORS, get_args(Selector)))
 IDS = ["+".join(parts) for parts in MATRIX]
 TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8", "1")
+
+
+def make_policy(scorer: str, allocator: str, selector: str, **options: object) -> Policy:
+    """Parse a policy with those of the options that its parts use."""
+    parts = {"scorer": scorer, "allocator": allocator, "selector": selector}
+    used = used_parameters(parts)
+    text = ",".join(f"{key}={value}" for key, value in options.items() if key in used)
+    return Policy.parse(f"{scorer}+{allocator}+{selector}:{text}")
 
 
 def best(entries: set[Entry], score: Tensor, count: int) -> set[Entry]:
@@ -55,6 +65,14 @@ class Oracle:
         )
         budgets = self.budgets(tier, self.scores[by])
         kept = set(self.forced)
+        if (self.policy.allocator, self.policy.selector) == ("model", "twostage"):
+            count = sum(budgets.values()) - len(kept)
+            first = best(
+                self.every - kept, self.scores["attention"], int(self.policy.alpha * count)
+            )
+            kept |= first
+            rest = best(self.every - kept, self.scores["critical"], count - len(first))
+            return kept | rest
         for (layer, h), budget in budgets.items():
             forced = self.head(self.forced, layer, h)
             free = self.head(self.every, layer, h) - forced
@@ -121,7 +139,7 @@ def window_mask(n: int, sinks: int, recent: int) -> Tensor:
 @pytest.mark.parametrize("ties", ["none", "heavy", "bf16", "all"])
 @pytest.mark.parametrize(("allocator", "selector"), MATRIX, ids=IDS)
 def test_equals_oracle(allocator: Allocator, selector: Selector, ties: str) -> None:
-    policy = Policy.parse(f"window+{allocator}+{selector}:alpha=0.3,safeguard=0.35")
+    policy = make_policy("window", allocator, selector, alpha="0.3", safeguard="0.35")
     for n, sinks, recent in [(1, 0, 0), (7, 1, 2), (23, 0, 0), (29, 0, 5), (37, 4, 8), (5, 3, 9)]:
         layers = make_layers(n, 2, 3, n, ties, window_mask(n, sinks, recent))
         plan, oracle = Plan(layers, policy), Oracle(layers, policy)
@@ -164,7 +182,7 @@ def test_tiers_are_nested(
     safeguard: Decimal,
     tiers: list[int],
 ) -> None:
-    policy = Policy.parse(f"replay+{allocator}+{selector}:alpha={alpha},safeguard={safeguard}")
+    policy = make_policy("replay", allocator, selector, alpha=alpha, safeguard=safeguard)
     plan = Plan(make_layers(seed, *shape, ties, window_mask(shape[2], sinks, recent)), policy)
     before = plan.select(str(Decimal(min(tiers)) / 1000))
     for tier in sorted(tiers):
@@ -209,7 +227,7 @@ def test_model_may_empty_a_head_only_without_forced_entries() -> None:
 @pytest.mark.parametrize("allocator", ["uniform", "adakv"])
 def test_per_layer_budgets_never_empty_a_head(allocator: str) -> None:
     scores = torch.cat([torch.full((1, 10), 0.1), torch.full((1, 10), 0.9)])
-    policy = Policy.parse(f"replay+{allocator}+plain:sinks=0,recent=0,safeguard=0")
+    policy = make_policy("replay", allocator, "plain", sinks=0, recent=0, safeguard=0)
     plan = Plan([LayerScores(scores, torch.zeros(10, dtype=torch.bool))], policy)
     assert plan.budgets("0.05").tolist() == [[1, 1]]
     expected = [[5, 5]] if allocator == "uniform" else [[1, 9]]

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scores import (
-    LayerScores,
-    critical_score,
-    finite,
-    relative_score,
-    uses_critical,
-    uses_relative,
-)
+from criticalkv.shared.eviction.scores import LayerScores, finite, uses_relative
 
 
 class ReplayScorer:
@@ -61,11 +54,5 @@ class ReplayScorer:
             raise ValueError(f"layer {layer} saw no replay chunk")
         index = torch.arange(attention.shape[1], device=attention.device)
         recent = index >= attention.shape[1] - self._policy.recent
-        return LayerScores(
-            attention,
-            (index < self._policy.sinks) | recent,
-            critical_score(attention, values, w_o, self._policy)
-            if uses_critical(self._policy)
-            else None,
-            None if sumsq is None else relative_score(sumsq, values, w_o),
-        )
+        forced = (index < self._policy.sinks) | recent
+        return LayerScores.of(self._policy, attention, forced, values=values, w_o=w_o, sumsq=sumsq)

@@ -1,0 +1,105 @@
+"""What a scorer gets to see: one layer of a context, as its attention saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from criticalkv.kernels import ops
+
+Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Positions int64 [p] → (cos, sin), fp32 [p, head_dim] each, as the model's RoPE has them."""
+
+
+@dataclass(frozen=True)
+class ContextLayer:
+    """One full-attention layer over the node's own n entries.
+
+    Attributes:
+        queries: [num_q_heads, m, head_dim], after RoPE: those of the last m ≤ n tokens,
+            all of them in a prefill.
+        out: [num_q_heads, m, head_dim], their attention output before W_O.
+        keys: [num_kv_heads, n, head_dim], after RoPE.
+        values: [num_kv_heads, n, head_dim].
+        w_o: [D_model, num_q_heads · head_dim].
+        scaling: factor of the logits.
+        first_position: original position of the last n tokens' first.
+        rotation: the model's RoPE; only scorers that look ahead need it.
+        prefix_keys: [Σ len_h, head_dim], the parent chain's kept keys, seen by every
+            query, or None.
+        prefix_cu: integers [num_kv_heads + 1], or None.
+        positions: int64 [num_kv_heads, n], original positions where earlier steps have
+            evicted entries; None: `first_position` and what follows.
+        padding: int64 [num_kv_heads], leading entries that are none, where earlier steps
+            have left heads of different length; None: no padding.
+    """
+
+    queries: Tensor
+    out: Tensor
+    keys: Tensor
+    values: Tensor
+    w_o: Tensor
+    scaling: float
+    first_position: int = 0
+    rotation: Rotation | None = None
+    prefix_keys: Tensor | None = None
+    prefix_cu: Tensor | None = None
+    positions: Tensor | None = None
+    padding: Tensor | None = None
+
+    @property
+    def n(self) -> int:
+        """Entries per head, padding included."""
+        return self.keys.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.queries.shape[0] // self.keys.shape[0]
+
+    @property
+    def index(self) -> Tensor:
+        """0 … n − 1, int64 [n]."""
+        return torch.arange(self.n, device=self.keys.device)
+
+    def last(self, count: int) -> Tensor:
+        """Mask of the last `count` entries, bool [n]."""
+        return self.index >= self.n - count
+
+    def first(self, count: int) -> Tensor:
+        """Mask of the entries of the node's first `count` tokens, bool [n] or [heads, n]."""
+        if self.positions is None:
+            return self.index < count
+        return self.positions < self.first_position + count
+
+    def output_norms(self, count: int) -> Tensor:
+        """‖o_q‖₂ of the last `count` queries after W_O, fp32 [count]."""
+        return ops.output_norms(self.out[:, -count:], self.w_o)
+
+    def attention(self, count: int, *reductions: ops.Reduction) -> dict[ops.Reduction, Tensor]:
+        """Return what the last `count` queries attend to, see `ops.attention_scores`.
+
+        "sumsq" is weighted by 1/‖o_q‖².
+
+        Raises:
+            ValueError: if there are fewer queries.
+        """
+        if self.queries.shape[1] < count:
+            raise ValueError(f"{self.queries.shape[1]} queries for a window of {count}")
+        weight = None
+        if "sumsq" in reductions:
+            weight = self.output_norms(count).clamp_min(1e-12).square().reciprocal()
+        return ops.attention_scores(
+            self.queries[:, -count:],
+            self.keys,
+            scaling=self.scaling,
+            reductions=reductions,
+            first_query=self.n - count,
+            prefix_keys=self.prefix_keys,
+            prefix_cu=self.prefix_cu,
+            query_weight=weight,
+            padding=self.padding,
+        )

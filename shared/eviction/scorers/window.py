@@ -1,0 +1,48 @@
+"""Window scorer: attention of the context's last queries (SnapKV, arXiv 2404.14469)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from criticalkv.kernels import ops
+from criticalkv.shared.eviction.context_layer import ContextLayer
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.scores import LayerScores, uses_relative
+
+
+def window(policy: Policy, layer: ContextLayer) -> LayerScores:
+    """Score a layer's entries by its observation window.
+
+    Mean over the window's queries, mean over the group, then max-pooling (stride 1,
+    same length) of what lies before the window. The window itself is forced, outside
+    the pooling.
+    """
+    width = min(policy.window, layer.n)
+    reductions: tuple[ops.Reduction, ...] = ("mean",)
+    if uses_relative(policy):
+        reductions = ("mean", "sumsq")
+    reduced = layer.attention(width, *reductions)
+    return LayerScores.of(
+        policy,
+        pool(reduced["mean"].mean(1), layer.n - width, policy),
+        layer.last(width),
+        values=layer.values,
+        w_o=layer.w_o,
+        sumsq=reduced.get("sumsq"),
+    )
+
+
+def pool(attention: Tensor, before: int, policy: Policy) -> Tensor:
+    """Pool the first `before` columns of [num_kv_heads, n]; the rest is untouched.
+
+    Average pooling pads with zeros, as the method's code does, so that the first
+    entries lose weight.
+    """
+    if before == 0:
+        return attention
+    pooling = F.max_pool1d if policy.pooling == "max" else F.avg_pool1d
+    width = policy.kernel
+    pooled = pooling(attention[:, None, :before], width, stride=1, padding=width // 2)
+    return torch.cat([pooled[:, 0], attention[:, before:]], dim=1)
