@@ -122,6 +122,37 @@ def ttft(
         typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
 
 
+@bench.command()
+def eviction(
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
+        "eviction.json"
+    ),
+    quick: Annotated[bool, typer.Option(help="Few short cases; not to be compared.")] = False,
+    threads: Annotated[int, typer.Option(help="Torch threads.")] = 2,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with inaugural.txt and multi_news_50.jsonl, both optional."),
+    ] = None,
+    cases: Annotated[int, typer.Option(min=8, help="Needle cases.")] = 100,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Measure this instead; may be repeated.")
+    ] = None,
+    config: ConfigFile = None,
+    model: Model = None,
+) -> None:
+    """What eviction policies cost, and how near they stay to the full cache."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    from criticalkv.services.bench import eviction as benchmark
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    report = benchmark.run(
+        settings, quick=quick, threads=threads, data=data, cases=cases, policies=policy or ()
+    )
+    report.write(json)
+    for key, value in report.headline.items():
+        typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
+
+
 @contextmanager
 def running(
     config: Config,

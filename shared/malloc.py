@@ -28,3 +28,11 @@ def tune_malloc() -> bool:
     except (OSError, AttributeError):
         return False  # musl: nothing to tune
     return bool(mallopt(-3, _MMAP_THRESHOLD) and mallopt(-1, _TRIM_THRESHOLD))
+
+
+def trim_malloc() -> bool:
+    """Give freed memory back to the system; return whether it worked."""
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError):
+        return False  # not glibc

@@ -25,7 +25,7 @@ SERVICE_MAY_IMPORT = {
     "local": {"local", "prefill", "decode"},
     "evaluation": {"evaluation", "local"},
     # Benchmarks time the engines and the store themselves, side by side with others.
-    "bench": {"bench", "decode", "prefill", "store"},
+    "bench": {"bench", "decode", "evaluation", "local", "prefill", "store"},
 }
 
 

@@ -1,0 +1,156 @@
+"""One context under many policies: the forward runs once, every policy scores the same KV.
+
+For comparisons in one process. Nothing is stored: the caches stay in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from criticalkv.services.prefill.context_pass import ContextPass, LayerPass
+from criticalkv.services.prefill.replay_pass import ReplayPass
+from criticalkv.services.prefill.sinks import SpooledLayer, evictable_layers, own_scores
+from criticalkv.shared.cache.ragged import RaggedCache
+from criticalkv.shared.cache.ranking import build_layer, rank_layers
+from criticalkv.shared.chain import Chain
+from criticalkv.shared.eviction.plan import Place
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.profile import Profile
+from criticalkv.shared.model.attention import LayerCall, attend_ragged, forward
+from criticalkv.shared.model.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a policy kept, at every tier, and what choosing cost.
+
+    Attributes:
+        cache: at the highest tier; `at_tier` cuts it.
+        scoring_s: seconds of scoring, ranking and packing (and replay).
+    """
+
+    cache: RaggedCache
+    scoring_s: float
+
+
+class SideBySide:
+    """The full KV of one context, to be compressed in several ways."""
+
+    def __init__(self, model: LoadedModel, token_ids: Sequence[int]) -> None:
+        """Run the context once and keep what every scorer may need."""
+        self._model = model
+        self._ids = tuple(token_ids)
+        self._layers: list[LayerPass] = []
+        plan = ContextPass(model, Chain(), self, lambda: None)
+        tokens = torch.tensor(self._ids, device=model.device)
+        positions = torch.arange(len(self._ids), device=model.device)
+        none = torch.empty(0, dtype=torch.int64, device=model.device)
+        started = time.perf_counter()
+        forward(model.model, tokens, positions, plan, none)
+        self.forward_s = time.perf_counter() - started
+
+    def take(self, layer: LayerPass) -> None:
+        """See LayerSink."""
+        self._layers.append(layer)
+
+    def compress(
+        self, policy: Policy, tiers: Sequence[str], profile: Profile | None = None
+    ) -> Scored:
+        """Keep what a policy keeps, up to the highest of `tiers`."""
+        started = time.perf_counter()
+        kept = [own_scores(self._model, self._first_look(policy), x, 0) for x in self._layers]
+        scores = [part[0] for part in kept]
+        if policy.scorer == "replay":
+            spooled = [SpooledLayer(layer, None) for layer in self._layers]
+            ReplayPass(self._model, policy, Chain(), spooled, lambda: None).run(self._ids)
+            scores = [x.scores or y for x, y in zip(spooled, scores, strict=True)]
+        evictable = evictable_layers(self._model)
+        ranking = rank_layers(scores, policy, tiers, Place(evictable, evictable, profile))
+        layers = tuple(
+            build_layer(ranking, i, keys, values, first)
+            for i, (_, keys, values, first) in enumerate(kept)
+        )
+        n = len(self._ids)
+        cache = RaggedCache(layers, n, n, ranking.tiers, ranking.tier_lens)
+        return Scored(cache, time.perf_counter() - started)
+
+    def full(self) -> RaggedCache:
+        """The untouched cache, as tier 1 of anything."""
+        kept = [own_scores(self._model, None, layer, 0) for layer in self._layers]
+        ranking = rank_layers([part[0] for part in kept], None, ("1",))
+        layers = tuple(
+            build_layer(ranking, i, keys, values, first)
+            for i, (_, keys, values, first) in enumerate(kept)
+        )
+        n = len(self._ids)
+        return RaggedCache(layers, n, n, ranking.tiers, ranking.tier_lens)
+
+    def _first_look(self, policy: Policy) -> Policy | None:
+        return None if policy.scorer == "replay" else policy
+
+
+class _Answers:
+    """AttentionPlan: the same tokens after each of several caches, in one batch."""
+
+    def __init__(self, caches: Sequence[RaggedCache], tokens: int) -> None:
+        self._caches = caches
+        self._tokens = tokens
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See AttentionPlan."""
+        parts = call.split([self._tokens] * len(self._caches))
+        outs = [
+            attend_ragged(part, cache.layers[call.layer], part.key, part.value, cache.next_position)
+            for part, cache in zip(parts, self._caches, strict=True)
+        ]
+        return torch.cat(outs, dim=1)
+
+
+def answer_logprobs(
+    model: LoadedModel,
+    caches: Sequence[RaggedCache],
+    question: Sequence[int],
+    answer: Sequence[int],
+) -> Tensor:
+    """Teacher-force an answer after each cache.
+
+    Args:
+        model: that computed the caches.
+        caches: of one context, all ending at one position.
+        question: tokens before the answer.
+        answer: tokens whose predictions are wanted.
+
+    Returns:
+        fp32 log probabilities [caches, len(answer), vocab].
+    """
+    tokens = [*question, *answer[:-1]]
+    begin, count = caches[0].next_position, len(caches)
+    positions = torch.arange(begin, begin + len(tokens)).repeat(count)
+    wanted = torch.arange(len(question) - 1, len(tokens))
+    at = (torch.arange(count)[:, None] * len(tokens) + wanted).flatten()
+    logits = forward(
+        model.model,
+        torch.tensor(tokens).repeat(count).to(model.device),
+        positions.to(model.device),
+        _Answers(caches, len(tokens)),
+        at.to(model.device),
+    )
+    return logits.float().log_softmax(-1).view(count, len(answer), -1)
+
+
+def greedy(
+    model: LoadedModel, cache: RaggedCache, question: Sequence[int], max_tokens: int
+) -> list[int]:
+    """Generate an answer after a cache, greedily, up to an end token."""
+    answer: list[int] = []
+    while len(answer) < max_tokens:
+        logprobs = answer_logprobs(model, [cache], question, [*answer, 0])
+        answer.append(int(logprobs[0, -1].argmax()))
+        if answer[-1] in model.spec.eos_token_ids:
+            break
+    return answer
