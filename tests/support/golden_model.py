@@ -101,10 +101,27 @@ class Golden:
     fp64: NDArray[np.bool_]
 
     def case(self, name: str, ratio: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return one case's kept and near, each bool [layers, num_kv_heads, n]."""
+        """Return one case's kept and what to leave out, each bool [layers, num_kv_heads, n].
+
+        What rounding or a rule for ties decides: `near`, where fp64 differs (scores that
+        underflow), and the whole window where a head's budget is smaller.
+        """
         row = list(self.manifest["cases"]).index(name)
         column = self.manifest["compression_ratios"].index(ratio)
-        return self.kept[row, column], self.near[row, column]
+        contested = self.near[row, column] | self.fp64[row, column]
+        n = contested.shape[-1]
+        window = _window(self.manifest["cases"][name])
+        if int(n * (1 - ratio)) < window:
+            contested[..., n - window :] = True
+        return self.kept[row, column], contested
+
+
+def _window(case: dict[str, Any]) -> int:
+    """Return the observation window of a press or of the one it wraps; 0 without one."""
+    inner = case["press"]
+    return int(
+        case.get("window_size", 0) if isinstance(inner, str) else inner.get("window_size", 0)
+    )
 
 
 def read_golden(path: Path) -> Golden:
