@@ -11,7 +11,7 @@ D is head_dim, which need not be D_model / num_q_heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 from criticalkv.kernels import flash, reference
 
 Norm = Literal["l1", "l2"]
-Reduction = Literal["mean", "max", "sumsq"]
+Reduction = Literal["mean", "sum", "max", "sumsq"]
+AttentionRows = reference.AttentionRows
 
 
 def value_norm(values: Tensor, w_o: Tensor, group_size: int, norm: Norm = "l1") -> Tensor:
@@ -90,7 +91,7 @@ def attention_scores(
         queries: [num_q_heads, m, D], after RoPE.
         keys: [num_kv_heads, n, D], after RoPE; the scored columns.
         scaling: factor of the logits, usually D ** -0.5.
-        reductions: any of "mean" (Σ_q A / m), "max" (max_q A) and "sumsq"
+        reductions: any of "mean" (Σ_q A / m), "sum" (Σ_q A), "max" (max_q A) and "sumsq"
             (Σ_q query_weight_q · A²).
         first_query: index among `keys` of query 0's own key, for causal visibility
             (query i sees keys ≤ first_query + i); None: all keys are visible.
@@ -102,7 +103,8 @@ def attention_scores(
             `prefix_keys`; on the CPU it costs no synchronisation.
         query_weight: [m], for "sumsq", such as 1/‖o_q‖²; None: 1.
         padding: integers [num_kv_heads] or None: leading columns of `keys` that are none,
-            by head; nobody sees them and they score 0.
+            by head; nobody sees them and they score 0. With first_query, queries whose
+            own column is one of them are none either: no reduction counts them.
         min_distance: a query only scores keys at least so many columns before its own;
             needs first_query. It still sees the nearer ones.
         block: queries per block; None: by size.
@@ -110,18 +112,9 @@ def attention_scores(
     Returns:
         for each reduction fp32 [num_kv_heads, group_size, n].
     """
-    if queries.shape[0] % keys.shape[0]:
-        raise ValueError(f"{queries.shape[0]} query heads do not divide by {keys.shape[0]}")
-    if queries.shape[1] == 0:
-        raise ValueError("no queries")
-    if first_query is not None and first_query < 0:
-        raise ValueError(f"first_query is {first_query}")
-    if tail_keys is not None and tail_keys.shape[1] < queries.shape[1]:
-        raise ValueError(f"{tail_keys.shape[1]} tail keys for {queries.shape[1]} queries")
+    _check_attention(queries, keys, first_query, tail_keys, prefix_keys, prefix_cu)
     if min_distance and first_query is None:
         raise ValueError("min_distance needs first_query")
-    if (prefix_keys is None) != (prefix_cu is None):
-        raise ValueError("prefix_keys and prefix_cu go together")
     sums = reference.attention_scores(
         queries,
         keys,
@@ -137,6 +130,61 @@ def attention_scores(
         block=block,
     )
     return {name: sums[name] for name in reductions}
+
+
+def attention_rows(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    first_query: int | None = None,
+    tail_keys: Tensor | None = None,
+    prefix_keys: Tensor | None = None,
+    prefix_cu: Tensor | None = None,
+    padding: Tensor | None = None,
+    block: int | None = None,
+) -> Iterator[AttentionRows]:
+    """Yield how strongly queries attend to each of `keys`, block by block of queries.
+
+    For reductions that `attention_scores` has not; arguments and visibility are its.
+
+    Yields:
+        (head, begin, logits, probs): the KV head, the first query of the block, and fp32
+        [group_size, queries of the block, n] logits (−∞ where hidden) and A. Blocks come
+        head after head, queries ascending; the caller may overwrite them.
+    """
+    _check_attention(queries, keys, first_query, tail_keys, prefix_keys, prefix_cu)
+    return reference.attention_rows(
+        queries,
+        keys,
+        scaling=scaling,
+        first_query=first_query,
+        tail_keys=tail_keys,
+        prefix_keys=prefix_keys,
+        prefix_cu=prefix_cu,
+        padding=padding,
+        block=block,
+    )
+
+
+def _check_attention(
+    queries: Tensor,
+    keys: Tensor,
+    first_query: int | None,
+    tail_keys: Tensor | None,
+    prefix_keys: Tensor | None,
+    prefix_cu: Tensor | None,
+) -> None:
+    if queries.shape[0] % keys.shape[0]:
+        raise ValueError(f"{queries.shape[0]} query heads do not divide by {keys.shape[0]}")
+    if queries.shape[1] == 0:
+        raise ValueError("no queries")
+    if first_query is not None and first_query < 0:
+        raise ValueError(f"first_query is {first_query}")
+    if tail_keys is not None and tail_keys.shape[1] < queries.shape[1]:
+        raise ValueError(f"{tail_keys.shape[1]} tail keys for {queries.shape[1]} queries")
+    if (prefix_keys is None) != (prefix_cu is None):
+        raise ValueError("prefix_keys and prefix_cu go together")
 
 
 def scored_attention(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,56 @@ def output_norms(attn_out: Tensor, w_o: Tensor) -> Tensor:
     return F.linear(joined, w_o.float()).square().sum(-1).sqrt()
 
 
+class AttentionRows(NamedTuple):
+    """A block of queries of one KV head's group, see `ops.attention_rows`."""
+
+    head: int
+    begin: int
+    logits: Tensor
+    probs: Tensor
+
+
+def attention_rows(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    first_query: int | None,
+    tail_keys: Tensor | None,
+    prefix_keys: Tensor | None,
+    prefix_cu: Tensor | None,
+    padding: Tensor | None,
+    block: int | None,
+) -> Iterator[AttentionRows]:
+    """Yield the softmaxed scores of `keys`, a block of queries of one KV head at a time."""
+    heads, n, dim = keys.shape
+    group, m = queries.shape[0] // heads, queries.shape[1]
+    grouped = queries.view(heads, group, m, dim)
+    bounds = [0] * (heads + 1) if prefix_cu is None else prefix_cu.tolist()
+    hidden = [0] * heads if padding is None else padding.tolist()
+    silent = _silent(hidden, m, first_query)
+    for h, (a, b) in enumerate(itertools.pairwise(bounds)):
+        tail = keys[h, :0] if tail_keys is None else tail_keys[h]
+        prefix = keys[h, :0] if prefix_keys is None else prefix_keys[a:b]
+        columns = torch.cat([keys[h], tail, prefix]).float()
+        step = block or max(1, _block_elements(keys.device) // (group * columns.shape[0]))
+        for begin in range(silent[h], m, step):
+            rows = grouped[h, :, begin : begin + step].float() * scaling
+            logits = rows @ columns.T
+            if first_query is not None:
+                _hide_future(logits[..., :n], first_query + begin)
+            _hide_future(logits[..., n : n + tail.shape[0]], tail.shape[0] - m + begin)
+            logits[..., : hidden[h]] = -torch.inf
+            yield AttentionRows(h, begin, logits[..., :n], logits.softmax(-1)[..., :n])
+
+
+def _silent(hidden: list[int], m: int, first_query: int | None) -> list[int]:
+    """Per head the leading queries whose own column is padding: they are none either."""
+    if first_query is None:
+        return [0] * len(hidden)
+    return [min(m, max(0, count - first_query)) for count in hidden]
+
+
 def attention_scores(
     queries: Tensor,
     keys: Tensor,
@@ -81,34 +132,32 @@ def attention_scores(
     block: int | None,
 ) -> dict[str, Tensor]:
     """Return the reductions over queries of the softmaxed scores of `keys`."""
-    heads, n, dim = keys.shape
-    group, m = queries.shape[0] // heads, queries.shape[1]
-    grouped = queries.view(heads, group, m, dim)
+    heads, n, _ = keys.shape
+    group = queries.shape[0] // heads
     sums = {
         name: torch.zeros(heads, group, n, dtype=torch.float32, device=keys.device)
         for name in reductions
     }
-    bounds = [0] * (heads + 1) if prefix_cu is None else prefix_cu.tolist()
-    hidden = [0] * heads if padding is None else padding.tolist()
-    for h, (a, b) in enumerate(itertools.pairwise(bounds)):
-        tail = keys[h, :0] if tail_keys is None else tail_keys[h]
-        prefix = keys[h, :0] if prefix_keys is None else prefix_keys[a:b]
-        columns = torch.cat([keys[h], tail, prefix]).float()
-        step = block or max(1, _block_elements(keys.device) // (group * columns.shape[0]))
-        for begin in range(0, m, step):
-            rows = grouped[h, :, begin : begin + step].float() * scaling
-            logits = rows @ columns.T
-            if first_query is not None:
-                _hide_future(logits[..., :n], first_query + begin)
-            _hide_future(logits[..., n : n + tail.shape[0]], tail.shape[0] - m + begin)
-            logits[..., : hidden[h]] = -torch.inf
-            weight = None if query_weight is None else query_weight[begin : begin + step].float()
-            probs = logits.softmax(-1)[..., :n]
-            if first_query is not None and min_distance:
-                _drop_near(probs, first_query + begin - min_distance)
-            _reduce({name: total[h] for name, total in sums.items()}, probs, weight)
+    asked = torch.zeros(heads, 1, 1, dtype=torch.float32)
+    for h, begin, _, probs in attention_rows(
+        queries,
+        keys,
+        scaling=scaling,
+        first_query=first_query,
+        tail_keys=tail_keys,
+        prefix_keys=prefix_keys,
+        prefix_cu=prefix_cu,
+        padding=padding,
+        block=block,
+    ):
+        count = probs.shape[1]
+        weight = None if query_weight is None else query_weight[begin : begin + count].float()
+        if first_query is not None and min_distance:
+            _drop_near(probs, first_query + begin - min_distance)
+        _reduce({name: total[h] for name, total in sums.items()}, probs, weight)
+        asked[h] += count
     if "mean" in sums:
-        sums["mean"] /= m
+        sums["mean"] /= asked.clamp_min(1).to(keys.device)
     return sums
 
 
@@ -139,8 +188,10 @@ def _reduce(sums: dict[str, Tensor], probs: Tensor, weight: Tensor | None) -> No
     """Fold a block of probabilities [G, queries, n] into the sums [G, n]; overwrites it."""
     if "max" in sums:
         torch.maximum(sums["max"], probs.amax(1), out=sums["max"])
-    if "mean" in sums:
-        sums["mean"] += probs.sum(1)
+    if "mean" in sums or "sum" in sums:
+        total = probs.sum(1)
+        for name in {"mean", "sum"} & set(sums):
+            sums[name] += total
     if "sumsq" in sums:
         weights = probs.new_ones(probs.shape[1]) if weight is None else weight
         sums["sumsq"] += weights @ probs.square_()

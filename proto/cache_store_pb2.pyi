@@ -152,12 +152,14 @@ class NodeStat(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., present: _Optional[bool] = ..., generation: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., tier_bytes: _Optional[_Iterable[int]] = ..., tier_entries: _Optional[_Iterable[int]] = ..., full_entries: _Optional[int] = ..., num_tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., pending_ids: _Optional[_Iterable[int]] = ..., ancestors: _Optional[_Iterable[str]] = ..., view: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class DeleteNodeRequest(_message.Message):
-    __slots__ = ("node_id", "expected_attempt")
+    __slots__ = ("node_id", "expected_attempt", "unreferenced")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    UNREFERENCED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     expected_attempt: str
-    def __init__(self, node_id: _Optional[str] = ..., expected_attempt: _Optional[str] = ...) -> None: ...
+    unreferenced: bool
+    def __init__(self, node_id: _Optional[str] = ..., expected_attempt: _Optional[str] = ..., unreferenced: _Optional[bool] = ...) -> None: ...
 
 class DeleteNodeResponse(_message.Message):
     __slots__ = ("deleted",)
@@ -222,6 +224,36 @@ class BindHandleRequest(_message.Message):
     metadata: bytes
     ttl_ms: int
     def __init__(self, handle: _Optional[str] = ..., tenant: _Optional[str] = ..., node_id: _Optional[str] = ..., metadata: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class MoveHandleRequest(_message.Message):
+    __slots__ = ("tenant", "handle", "from_node", "to_node", "metadata")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FROM_NODE_FIELD_NUMBER: _ClassVar[int]
+    TO_NODE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    handle: str
+    from_node: str
+    to_node: str
+    metadata: bytes
+    def __init__(self, tenant: _Optional[str] = ..., handle: _Optional[str] = ..., from_node: _Optional[str] = ..., to_node: _Optional[str] = ..., metadata: _Optional[bytes] = ...) -> None: ...
+
+class MoveHandleResponse(_message.Message):
+    __slots__ = ("outcome",)
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[MoveHandleResponse.Outcome]
+        MOVED: _ClassVar[MoveHandleResponse.Outcome]
+        HAS_CHILDREN: _ClassVar[MoveHandleResponse.Outcome]
+        ELSEWHERE: _ClassVar[MoveHandleResponse.Outcome]
+    OUTCOME_UNSPECIFIED: MoveHandleResponse.Outcome
+    MOVED: MoveHandleResponse.Outcome
+    HAS_CHILDREN: MoveHandleResponse.Outcome
+    ELSEWHERE: MoveHandleResponse.Outcome
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: MoveHandleResponse.Outcome
+    def __init__(self, outcome: _Optional[_Union[MoveHandleResponse.Outcome, str]] = ...) -> None: ...
 
 class ResolveHandleRequest(_message.Message):
     __slots__ = ("tenant", "handle")

@@ -79,6 +79,11 @@ class CacheStoreStub:
                 request_serializer=criticalkv_dot_proto_dot_cache__store__pb2.ResolveHandleRequest.SerializeToString,
                 response_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.Handle.FromString,
                 _registered_method=True)
+        self.MoveHandle = channel.unary_unary(
+                '/criticalkv.store.v1.CacheStore/MoveHandle',
+                request_serializer=criticalkv_dot_proto_dot_cache__store__pb2.MoveHandleRequest.SerializeToString,
+                response_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.MoveHandleResponse.FromString,
+                _registered_method=True)
         self.ListHandles = channel.unary_unary(
                 '/criticalkv.store.v1.CacheStore/ListHandles',
                 request_serializer=criticalkv_dot_proto_dot_cache__store__pb2.ListHandlesRequest.SerializeToString,
@@ -195,6 +200,17 @@ class CacheStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveHandle(self, request, context):
+        """Lead a handle from its node to a better one that holds the same tokens, unless
+        somebody went on from the first meanwhile: compare-and-swap. Repeating it is no
+        error. The first node stays as long as it would without the handle, since running
+        requests may still read it.
+        NOT_FOUND: no such handle, or nothing is stored of `to_node`; nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListHandles(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -204,7 +220,8 @@ class CacheStoreServicer:
     def DeleteHandle(self, request, context):
         """Remove the handle, then every node that nothing references any more: its node with
         all descendants, except those with a handle or a pin and what is above or below
-        these, then its ancestors as far as they have no other child.
+        these, then its ancestors as far as they have no other child. The same for the node
+        that it was moved from.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -303,6 +320,11 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     servicer.ResolveHandle,
                     request_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.ResolveHandleRequest.FromString,
                     response_serializer=criticalkv_dot_proto_dot_cache__store__pb2.Handle.SerializeToString,
+            ),
+            'MoveHandle': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveHandle,
+                    request_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.MoveHandleRequest.FromString,
+                    response_serializer=criticalkv_dot_proto_dot_cache__store__pb2.MoveHandleResponse.SerializeToString,
             ),
             'ListHandles': grpc.unary_unary_rpc_method_handler(
                     servicer.ListHandles,
@@ -593,6 +615,33 @@ class CacheStore:
             '/criticalkv.store.v1.CacheStore/ResolveHandle',
             criticalkv_dot_proto_dot_cache__store__pb2.ResolveHandleRequest.SerializeToString,
             criticalkv_dot_proto_dot_cache__store__pb2.Handle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveHandle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/criticalkv.store.v1.CacheStore/MoveHandle',
+            criticalkv_dot_proto_dot_cache__store__pb2.MoveHandleRequest.SerializeToString,
+            criticalkv_dot_proto_dot_cache__store__pb2.MoveHandleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,7 +67,7 @@ def prefill_deployment(config: Config) -> Deployment:
     return _deployment(
         on_loopback(Prefill),
         "prefill",
-        max_ongoing_requests=prefill.max_ongoing,
+        max_ongoing_requests=prefill.max_ongoing + 1,  # one in the background
         max_queued_requests=prefill.max_queued,
         ray_actor_options=_actor(prefill.num_cpus, prefill.num_gpus, prefill.threads),
         **_replicas(prefill.autoscaling),

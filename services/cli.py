@@ -1,4 +1,4 @@
-"""The command line: `criticalkv serve | demo | store`.
+"""The command line: `criticalkv serve | demo | store | profile | bench`.
 
 Reads configuration once, starts the parts in order and stops them in reverse. Imports
 what a command needs only inside it: torch and Ray take seconds.
@@ -99,6 +99,30 @@ def store(
 
     given = _given(store={"address": address, "redis_url": redis_url})
     server.main(load_config(_text(config), given).store)
+
+
+@app.command()
+def profile(
+    config: ConfigFile = None,
+    model: Model = None,
+    samples: Annotated[int, typer.Option(min=1, help="Haystacks, one forward pass each.")] = 16,
+    length: Annotated[int, typer.Option(metavar="TOKENS", help="Of each haystack.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Draws texts and facts.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Instead of eviction.profiles_dir."),
+    ] = None,
+) -> None:
+    """Find out which heads of a model retrieve, for the allocators headkv and duo."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    from criticalkv.services.profile import command
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    folder = out or Path(settings.eviction.profiles_dir)
+    made, path = command.run(settings, samples=samples, length=length, seed=seed, folder=folder)
+    typer.echo(f"digest  {made.digest}\nfile    {path}")
+    typer.echo(f"policy  window+headkv+plain:profile={made.digest}")
+    typer.echo(f"policy  streaming+duo+plain:profile={made.digest}")
 
 
 @bench.command()

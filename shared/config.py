@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from platformdirs import user_cache_dir
+from platformdirs import user_cache_dir, user_data_dir
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from criticalkv.shared.errors import ConfigError, PolicyError
-from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy
-from criticalkv.shared.identity import canonical_tier
+from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy, canonical_turn_policy
+from criticalkv.shared.identity import POLICY_DENSE, canonical_tier
 
 ENV_PREFIX = "CRITICALKV__"
 DEFAULT_TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8", "1")
@@ -67,16 +67,53 @@ class EvictionConfig(_Section):
     """Defaults of compression; a request may choose others."""
 
     policy: str = Field(default=DEFAULT_POLICY, description="scorer+allocator+selector[:k=v,…]")
+    first_policy: str | None = Field(
+        default=None,
+        description="cheap policy under which a missing context is stored at once; `policy` then "
+        "replaces it in the background; none = off",
+    )
+    fold_after: int = Field(
+        default=64,
+        ge=0,
+        le=500,
+        description="nodes in a conversation's chain, beyond which it becomes one new node in "
+        "the background; 0 = off",
+    )
     tiers: tuple[str, ...] = Field(default=DEFAULT_TIERS, description="kept fractions stored")
     store_tier: str = Field(default="0.4", description="highest tier that is stored")
+    turn_policy: str = Field(
+        default=POLICY_DENSE,
+        description="of turns: dense = keep all; or a stepwise policy (interval=…), which evicts "
+        "while the answer is generated",
+    )
+    profiles_dir: str = Field(
+        default_factory=lambda: str(Path(user_data_dir("criticalkv"), "profiles")),
+        description="where `criticalkv profile` puts a model's head profiles, and prefill reads "
+        "them",
+    )
 
-    @field_validator("policy")
+    @field_validator("policy", "first_policy")
     @classmethod
-    def _policy(cls, value: str) -> str:
+    def _policy(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         try:
             return Policy.parse(value).canonical()
         except PolicyError as error:
             raise ValueError(error.message) from None
+
+    @field_validator("turn_policy")
+    @classmethod
+    def _turn_policy(cls, value: str) -> str:
+        try:
+            return canonical_turn_policy(value)
+        except PolicyError as error:
+            raise ValueError(error.message) from None
+
+    @field_validator("first_policy", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return None if value == "none" else value
 
     @field_validator("tiers", mode="before")
     @classmethod
@@ -220,6 +257,14 @@ class GatewayConfig(_Section):
     default_max_tokens: int = Field(default=256, ge=1, description="max_tokens if not given")
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of a request")
     max_ongoing: int = Field(default=128, ge=1, description="requests at once; more get 429")
+    background_queue: int = Field(
+        default=32,
+        ge=1,
+        description="waiting refinements and folds; more are dropped, and no request notices",
+    )
+    background_timeout_s: float = Field(
+        default=1800.0, gt=0, description="deadline of one refinement or fold"
+    )
 
 
 class Config(_Section):

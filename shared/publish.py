@@ -134,7 +134,7 @@ class NodePublisher:
         return Published(manifest, result.published, result.stored_bytes)
 
 
-def publish_dense(
+def publish_cache(
     store: NodeStore,
     identity: Identity,
     cache: RaggedCache,
@@ -142,12 +142,13 @@ def publish_dense(
     token_ids: Sequence[int],
     ancestors: Sequence[str],
     attempt: str,
+    nested: bool = True,
     pending_ids: Sequence[int] = (),
     prefill_ms: float = 0.0,
     ttl_ms: int = 0,
     timeout_s: float = 600.0,
 ) -> Published:
-    """Publish a node that keeps every entry, such as a turn."""
+    """Publish a node whose KV is at hand as a whole, such as a turn."""
     with NodePublisher(
         store,
         identity,
@@ -163,6 +164,7 @@ def publish_dense(
             next_position=cache.next_position,
             head_dim=cache.layers[0].keys.shape[1],
             tiers=cache.tiers,
+            nested=nested,
             pending_ids=pending_ids,
             prefill_ms=prefill_ms,
             ttl_ms=ttl_ms,

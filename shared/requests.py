@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from criticalkv.shared.identity import HEX64
+from criticalkv.shared.identity import HEX64, POLICY_DENSE
 
 
 class _Message(BaseModel):
@@ -34,6 +34,9 @@ class PrefillRequest(_Message):
     lease_token: str = ""
     ttl_ms: int = Field(default=0, ge=0, description="0 = the store's default")
     deadline_s: float = Field(default=600.0, gt=0)
+    background: bool = Field(
+        default=False, description="nobody waits for it: it stands back while others run"
+    )
 
 
 class PrefillResult(_Message):
@@ -85,6 +88,7 @@ class DecodeRequest(_Message):
     token_ids: tuple[int, ...] = Field(min_length=1, description="pending ids included")
     salt: str = Field(pattern=HEX64)
     sampling: Sampling
+    policy: str = Field(default=POLICY_DENSE, description="of the turn: dense, or a stepwise one")
     publish: bool = True
     ttl_ms: int = Field(default=0, ge=0)
     deadline_s: float = Field(default=600.0, gt=0)

@@ -288,6 +288,11 @@ class StoreClient:
         request = pb.DeleteNodeRequest(node_id=node_id, expected_attempt=expected_attempt)
         return bool(self._idempotent("DeleteNode", request).deleted)
 
+    def delete_unreferenced(self, node_id: str) -> bool:
+        """Remove a node, record included, unless a handle, pin or child refers to it."""
+        request = pb.DeleteNodeRequest(node_id=node_id, unreferenced=True)
+        return bool(self._idempotent("DeleteNode", request).deleted)
+
     def pin(self, tenant: str, node_id: str) -> int:
         """Keep a node and its ancestors; return its number of pins.
 
@@ -321,7 +326,7 @@ class StoreClient:
     def bind_handle(
         self, handle: str, tenant: str, node_id: str, metadata: bytes, ttl_ms: int = 0
     ) -> pb.Handle:
-        """Bind a handle to a node for good; the same binding again is no error.
+        """Bind a handle to a node; the same binding again is no error.
 
         Raises:
             NodeMissingError: if neither node nor token record is stored.
@@ -342,6 +347,26 @@ class StoreClient:
         request = pb.ResolveHandleRequest(tenant=tenant, handle=handle)
         found: pb.Handle = self._idempotent("ResolveHandle", request)
         return found
+
+    def move_handle(
+        self,
+        tenant: str,
+        handle: str,
+        from_node: str,
+        to_node: str,
+        metadata: bytes | None = None,
+    ) -> pb.MoveHandleResponse.Outcome:
+        """Bind a handle to another node, if it is still on a childless `from_node`.
+
+        Raises:
+            ContextNotFoundError: if it is unknown, expired or another tenant's.
+            NodeMissingError: if nothing of `to_node` is stored.
+        """
+        request = pb.MoveHandleRequest(
+            tenant=tenant, handle=handle, from_node=from_node, to_node=to_node, metadata=metadata
+        )
+        outcome: pb.MoveHandleResponse.Outcome = self._idempotent("MoveHandle", request).outcome
+        return outcome
 
     def list_handles(self, tenant: str, prefix: str = "", limit: int = 100) -> list[pb.Handle]:
         """Return a tenant's handles with a prefix, newest first, at most 1,000."""

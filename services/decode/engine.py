@@ -31,11 +31,12 @@ from criticalkv.shared.errors import (
     DeadlineError,
     OverloadedError,
 )
+from criticalkv.shared.eviction.policy import parse_turn_policy
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.attention import LayerCall, forward
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.node_store import NodeStore
-from criticalkv.shared.publish import publish_dense
+from criticalkv.shared.publish import publish_cache
 from criticalkv.shared.requests import (
     DecodeDelta,
     DecodeEnd,
@@ -113,16 +114,17 @@ class DecodeEngine:
 
         Raises:
             OverloadedError: if too many requests are in flight.
+            PolicyError: if the turn's policy is neither dense nor stepwise.
         """
+        policy = parse_turn_policy(request.policy)
         limit = self._config.max_num_seqs + self._config.max_queued
         with self._lock:
             if self._closed.is_set() or len(self._live) >= limit:
                 raise OverloadedError(
                     f"decode replica has {limit} requests in flight", retry_after_s=1.0
                 )
-            sequence = Sequence(
-                request, emit, self._model, deadline=time.monotonic() + request.deadline_s
-            )
+            deadline = time.monotonic() + request.deadline_s
+            sequence = Sequence(request, emit, self._model, deadline, policy)
             self._live.add(sequence)
         self._opening.submit(self._guarded, sequence, self._open)
         return sequence
@@ -193,7 +195,7 @@ class DecodeEngine:
         )
         self._check_length(sequence)
         self._take_slot(sequence)
-        kv = self._pool.open(sequence.chain)
+        kv = self._pool.open(sequence.chain, sequence.policy)
         with self._lock:
             sequence.kv = kv if sequence in self._live else None
         if sequence.kv is None:
@@ -272,13 +274,14 @@ class DecodeEngine:
     def _publish(self, sequence: Sequence, identity: Identity) -> int:
         assert sequence.kv is not None
         tokens = sequence.published_tokens
-        cache: RaggedCache = sequence.kv.own(len(tokens))
-        published = publish_dense(
+        cache: RaggedCache = sequence.kv.own(tokens)
+        published = publish_cache(
             self._store,
             identity,
             cache,
             token_ids=tokens,
             ancestors=sequence.chain.ids,
+            nested=sequence.policy is None,
             pending_ids=sequence.pending_ids,
             attempt=secrets.token_hex(16),
             prefill_ms=1e3 * (time.perf_counter() - sequence.started),
@@ -294,7 +297,7 @@ class DecodeEngine:
             model_digest=spec.model_digest,
             tokenizer_digest=spec.tokenizer_digest,
             dtype=spec.dtype,
-            policy=POLICY_DENSE,
+            policy=POLICY_DENSE if sequence.policy is None else sequence.policy.canonical(),
             salt=sequence.request.salt,
             parent=chain.ids[-1] if chain.ids else None,
             view=chain.view,
@@ -393,6 +396,8 @@ class DecodeEngine:
     def _accept(self, sequence: Sequence, logits: Tensor) -> None:
         # One sequence's trouble is its own: the thread and the others go on.
         try:
+            if sequence.kv is not None:
+                sequence.kv.end_step()
             return sequence.accept(logits)
         except CriticalKVError as failure:
             error = failure

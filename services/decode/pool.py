@@ -6,13 +6,17 @@ sequence its own copy of its chain; it knows no pages and shares nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from criticalkv.services.decode.stepwise_kv import StepwiseKV
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, dense_layer
+from criticalkv.shared.cache.tail import Tail
 from criticalkv.shared.chain import Chain
+from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.model.attention import LayerCall, attend_ragged
 from criticalkv.shared.model.loader import LoadedModel
 
@@ -27,16 +31,23 @@ class SequenceKV(Protocol):
         """
         ...
 
-    def own(self, num_tokens: int) -> RaggedCache:
-        """Return the turn's own KV of its first `num_tokens` tokens, dense, on the CPU."""
+    def end_step(self) -> None:
+        """Do what is due once all layers have the tokens of a step."""
+        ...
+
+    def own(self, token_ids: Sequence[int]) -> RaggedCache:
+        """Return the KV, on the CPU, of a turn that consists of exactly these tokens.
+
+        They are the first of those that ran.
+        """
         ...
 
 
 class KVPool(Protocol):
     """Opens and closes the KV of sequences."""
 
-    def open(self, chain: Chain) -> SequenceKV:
-        """Start a sequence over a chain."""
+    def open(self, chain: Chain, policy: Policy | None) -> SequenceKV:
+        """Start a sequence over a chain; None: its turn keeps every entry."""
         ...
 
     def close(self, kv: SequenceKV) -> None:
@@ -50,8 +61,10 @@ class MergedKVPool:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
 
-    def open(self, chain: Chain) -> MergedKV:
+    def open(self, chain: Chain, policy: Policy | None) -> SequenceKV:
         """Merge the chain's nodes layer by layer."""
+        if policy is not None:
+            return StepwiseKV(self._model, policy, chain)
         layers = range(self._model.spec.num_layers)
         prefix = [chain.layer(i, self._model.spec, self._model.device) for i in layers]
         return MergedKV(prefix, chain.next_position)
@@ -66,15 +79,19 @@ class MergedKV:
     def __init__(self, prefix: list[RaggedLayer], first_position: int) -> None:
         self._prefix = prefix
         self._first = first_position
-        self._tails = [_Tail() for _ in prefix]
+        self._tails = [Tail() for _ in prefix]
 
     def attend(self, call: LayerCall) -> Tensor:
         """See SequenceKV."""
         keys, values = self._tails[call.layer].append(call.key, call.value)
         return attend_ragged(call, self._prefix[call.layer], keys, values, self._first)
 
-    def own(self, num_tokens: int) -> RaggedCache:
+    def end_step(self) -> None:
+        """Nothing is due: everything is kept."""
+
+    def own(self, token_ids: Sequence[int]) -> RaggedCache:
         """See SequenceKV."""
+        num_tokens = len(token_ids)
         layers = tuple(
             dense_layer(
                 tail.keys[:, :num_tokens].cpu(), tail.values[:, :num_tokens].cpu(), self._first
@@ -84,31 +101,3 @@ class MergedKV:
         heads = layers[0].cu_seqlens.numel() - 1
         lens = torch.full((1, len(layers), heads), num_tokens, dtype=torch.int64)
         return RaggedCache(layers, num_tokens, self._first + num_tokens, ("1",), lens)
-
-
-class _Tail:
-    """Growing KV of one layer of a turn, [num_kv_heads, capacity, head_dim]."""
-
-    def __init__(self) -> None:
-        self.keys = torch.empty(0, 0, 0)
-        self.values = torch.empty(0, 0, 0)
-        self.length = 0
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add T tokens; return views of all keys and values so far."""
-        end = self.length + key.shape[1]
-        if end > self.keys.shape[1] or self.length == 0:
-            self.keys = _grown(self.keys, key, self.length, end)
-            self.values = _grown(self.values, value, self.length, end)
-        self.keys[:, self.length : end] = key
-        self.values[:, self.length : end] = value
-        self.length = end
-        return self.keys[:, :end], self.values[:, :end]
-
-
-def _grown(old: Tensor, like: Tensor, used: int, needed: int) -> Tensor:
-    # Doubling keeps appends amortised O(1).
-    new = like.new_empty(like.shape[0], max(64, 2 * needed), like.shape[2])
-    if used:
-        new[:, :used] = old[:, :used]
-    return new

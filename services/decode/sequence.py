@@ -16,6 +16,7 @@ from criticalkv.services.decode.text import StopMatch, TextStream
 from criticalkv.services.decode.token_bytes import TokenBytes
 from criticalkv.shared.chain import Chain
 from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.requests import (
     DecodeDelta,
@@ -41,6 +42,7 @@ class Sequence:
     emit: Emit
     model: LoadedModel
     deadline: float
+    policy: Policy | None = None
     chain: Chain = field(default_factory=Chain)
     kv: SequenceKV | None = None
     generated: list[int] = field(default_factory=list)
@@ -67,8 +69,16 @@ class Sequence:
 
     @property
     def next_tokens(self) -> list[int]:
-        """Tokens whose KV is missing: what the next forward runs."""
-        return self.tokens[self.forwarded :]
+        """Tokens whose KV is missing: what the next forward runs.
+
+        Under a stepwise policy no further than the piece's end: the tokens after it see
+        what is left then.
+        """
+        if self.policy is None:
+            return self.tokens[self.forwarded :]
+        interval = self.policy.interval
+        end = (self.forwarded // interval + 1) * interval
+        return self.tokens[self.forwarded : end]
 
     @property
     def first_position(self) -> int:
@@ -76,8 +86,13 @@ class Sequence:
         return self.chain.next_position + self.forwarded
 
     def accept(self, logits: Tensor) -> None:
-        """Choose the next token from fp32 logits [vocab] and tell what can be told."""
-        self.forwarded = len(self.tokens)
+        """Choose the next token from fp32 logits [vocab] and tell what can be told.
+
+        While the prompt runs in pieces, only the last one's logits choose.
+        """
+        self.forwarded += len(self.next_tokens)
+        if self.next_tokens:
+            return None
         token = self._sampler.choose(logits)
         if token in self.model.spec.eos_token_ids and not self.request.sampling.ignore_eos:
             self._ended_by_eos = True

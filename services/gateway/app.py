@@ -44,7 +44,7 @@ def build_app(core: GatewayCore) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        core.close()
+        await core.aclose()
 
     app = FastAPI(
         title="CriticalKV", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan

@@ -72,6 +72,18 @@ class AsyncStore:
         """Return a tenant's handle, or raise ContextNotFoundError."""
         return await self._call(lambda: self._client.resolve_handle(tenant, handle))
 
+    async def move_handle(
+        self, tenant: str, handle: str, from_node: NodeId, to_node: NodeId, metadata: bytes | None
+    ) -> pb.MoveHandleResponse.Outcome:
+        """Lead a handle to a better node, unless somebody went on from the first."""
+        return await self._call(
+            lambda: self._client.move_handle(tenant, handle, from_node, to_node, metadata)
+        )
+
+    async def delete_unreferenced(self, node_id: NodeId) -> bool:
+        """Remove a node unless a handle, pin or child refers to it."""
+        return await self._call(lambda: self._client.delete_unreferenced(node_id))
+
     async def list_handles(self, tenant: str, prefix: str, limit: int) -> list[pb.Handle]:
         """Return a tenant's handles, newest first."""
         return await self._call(lambda: self._client.list_handles(tenant, prefix, limit))

@@ -15,9 +15,11 @@ from criticalkv.services.gateway.auth import Tenant
 from criticalkv.services.gateway.choices import Choices
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.nodes import Want
 from criticalkv.services.gateway.plan import Plan, check_room
 from criticalkv.services.gateway.prompt import Prompt, add_implicit, check_text_size, flatten
 from criticalkv.services.gateway.schemas import ChatRequest, parse_ttl
+from criticalkv.services.gateway.swap import Bound
 from criticalkv.services.gateway.transcript import Transcript
 from criticalkv.services.gateway.workers import Event
 from criticalkv.shared.errors import (
@@ -47,6 +49,7 @@ class Base:
     policy: str
     salt: str
     node_id: str | None = None
+    first_policy: str | None = None
 
 
 class Chat:
@@ -69,8 +72,10 @@ class Chat:
         check_text_size(messages, core.template, core.model.max_positions)
         base = await self._base(tenant, request)
         prompt, transcript = await asyncio.to_thread(self._render, request, messages, base)
-        plan = await self._plan(request, base, prompt, deadline)
-        turn = Turn(core, tenant, request, handle, base, transcript, received)
+        want = self._want(request, base)
+        plan = await self._plan(request, base, prompt, want, deadline)
+        core.swapper.refine(plan.provisional)
+        turn = Turn(core, tenant, request, handle, base, want, transcript, received)
         await turn.open(plan, deadline)
         return turn
 
@@ -80,14 +85,16 @@ class Chat:
         salt = tenant_salt(tenant.name, ext.cache_salt)
         if ext.context_id is None:
             policy = ext.policy or core.config.eviction.policy
-            return Base(core.transcript(policy, salt), policy, salt)
+            first = ext.first(core.config.eviction.first_policy)
+            return Base(core.transcript(policy, salt), policy, salt, first_policy=first)
         handle = await core.resolve(tenant, ext.context_id)
         meta = core.metadata(handle.metadata)
         if ext.cache_salt is not None and salt != meta.salt:
             raise InvalidRequestError(
                 "criticalkv.cache_salt differs from the context's", param="criticalkv.cache_salt"
             )
-        return Base(meta.transcript, ext.policy or meta.policy, meta.salt, handle.node_id)
+        first, policy = ext.first(meta.first_policy or None), ext.policy or meta.policy
+        return Base(meta.transcript, policy, meta.salt, handle.node_id, first)
 
     def _render(
         self, request: ChatRequest, messages: list[Message], base: Base
@@ -105,17 +112,21 @@ class Chat:
         reusable = transcripts if template.incremental else []
         return flatten(pieces, template, messages, reusable), after
 
-    async def _plan(
-        self, request: ChatRequest, base: Base, prompt: Prompt, deadline: Deadline
-    ) -> Plan:
-        core, room = self._core, request.token_limit or 1
-        want = core.want(
+    def _want(self, request: ChatRequest, base: Base) -> Want:
+        return self._core.want(
             policy=base.policy,
+            first_policy=base.first_policy,
             salt=base.salt,
             read_tier=request.criticalkv.read_tier,
             store_tier=request.criticalkv.store_tier,
             ttl_ms=_ttl_ms(request),
+            turn_policy=request.criticalkv.turn_policy,
         )
+
+    async def _plan(
+        self, request: ChatRequest, base: Base, prompt: Prompt, want: Want, deadline: Deadline
+    ) -> Plan:
+        core, room = self._core, request.token_limit or 1
         check_room(len(prompt.ids), room, core.model.max_positions)
         if base.node_id is None:
             return await core.planner.resent(prompt, want, room, deadline)
@@ -132,6 +143,7 @@ class Turn:
         request: ChatRequest,
         handle: str,
         base: Base,
+        want: Want,
         transcript: Transcript,
         received: float,
     ) -> None:
@@ -143,6 +155,7 @@ class Turn:
         self._tenant = tenant
         self._request = request
         self._base = base
+        self._want = want
         self._transcript = transcript
         self._received = received
         self._handles = [handle, *(core.new_handle("resp") for _ in range(request.n - 1))]
@@ -235,7 +248,10 @@ class Turn:
             return end.publish_error or "the turn was not stored"
         answer = Message("assistant", (Part("".join(self._texts[index])),))
         after = self._transcript.say(answer).close()
-        metadata = self._core.describe("turn", after, self._base.policy, self._base.salt)
+        base = self._base
+        metadata = self._core.describe(
+            "turn", after, base.policy, base.salt, first_policy=base.first_policy or ""
+        )
         try:
             await self._core.store.bind_handle(
                 self._handles[index],
@@ -254,7 +270,13 @@ class Turn:
             log.warning("turn %s is not bound: %s", self._handles[index], error.code)
             return error.message
         await self._alias(after.digest, end.node_id, end.view)
+        self._fold(index, end.node_id, end, after)
         return None
+
+    def _fold(self, index: int, leaf: str, end: DecodeEnd, after: Transcript) -> None:
+        core, handle = self._core, Bound(self._tenant.digest, self._handles[index])
+        alias = after.digest if core.template.incremental else None
+        core.swapper.fold(leaf, end.ancestors, self._want, handle, alias)
 
     async def _alias(self, digest: str, node_id: str, view: tuple[str, ...]) -> None:
         """Let resent history find the turn. Without it the turn is only prefilled again."""
@@ -270,6 +292,7 @@ class Turn:
         fields = {
             "handle": self._handles[index],
             "node_id": end.node_id,
+            "policy": plan.parent.policy if plan.parent else None,
             "tier": start.tier if start else None,
             "retained_fraction": start.retained_fraction if start else None,
             "bytes_pulled": start.bytes_pulled if start else None,
@@ -290,6 +313,7 @@ class Turn:
             token_ids=plan.token_ids,
             salt=self._base.salt,
             sampling=self._sampling(plan, index),
+            policy=self._request.criticalkv.turn_policy or self._core.config.eviction.turn_policy,
             ttl_ms=_ttl_ms(self._request),
         )
 

@@ -13,6 +13,7 @@ from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.prompt import Prompt, check_text_size, flatten
 from criticalkv.services.gateway.schemas import ContextRequest, parse_ttl
+from criticalkv.services.gateway.swap import Bound
 from criticalkv.services.gateway.transcript import Metadata, Transcript
 from criticalkv.shared.errors import (
     ContextExpiredError,
@@ -58,7 +59,14 @@ class Contexts:
         messages, ttl_ms = request.plain(), parse_ttl(request.ttl)
         check_text_size(messages, core.template, core.model.max_positions)
         prompt = await asyncio.to_thread(self._render, messages)
-        want = core.want(policy=policy, salt=salt, store_tier=request.store_tier, ttl_ms=ttl_ms)
+        first = request.first(core.config.eviction.first_policy)
+        want = core.want(
+            policy=policy,
+            salt=salt,
+            store_tier=request.store_tier,
+            ttl_ms=ttl_ms,
+            first_policy=first,
+        )
         plan = await core.planner.store_all(prompt, want, deadline)
         if plan.parent is None:
             raise InvalidRequestError("the context is empty", param="text")
@@ -71,12 +79,18 @@ class Contexts:
             scoring_ms=plan.spent.scoring_ms,
             cached=not plan.spent.results,
             store_tier=want.store_tier,
+            first_policy=want.first_policy or "",
+            node_policy=plan.parent.policy if plan.provisional else "",
         )
         handle = await core.store.bind_handle(
             core.new_handle("ctx"), tenant.digest, plan.parent.id, metadata.encode(), ttl_ms
         )
         if ttl_ms:
             await core.store.touch(plan.parent.id, ttl_ms)
+        refined = metadata.model_copy(update={"node_policy": ""})
+        core.swapper.refine(
+            plan.provisional, [Bound(tenant.digest, handle.handle, refined.encode())]
+        )
         return (await self._objects([handle]))[0]
 
     async def get(self, tenant: Tenant, handle: str) -> dict[str, Any]:
@@ -121,6 +135,15 @@ class Contexts:
         except NodeMissingError:
             log.info("the pinned node of %s is gone already", handle)
 
+    def _refinement(self, handle: pb.Handle, meta: Metadata) -> str | None:
+        """Whether the context is still to be computed under the policy that is wanted."""
+        if not meta.first_policy:
+            return None
+        if not meta.node_policy:
+            return "done"
+        pending = self._core.swapper.refines(handle.node_id, meta.policy)
+        return "pending" if pending else "given_up"
+
     def _render(self, messages: list[Message]) -> Prompt:
         template = self._core.template
         return flatten(template.render(messages, add_generation_prompt=False), template)
@@ -128,7 +151,7 @@ class Contexts:
     async def _objects(self, handles: list[pb.Handle]) -> list[dict[str, Any]]:
         stats = await self._core.store.stat([h.node_id for h in handles]) if handles else []
         return [
-            describe(handle, meta, stat)
+            describe(handle, meta, stat) | {"refinement": self._refinement(handle, meta)}
             for handle, stat in zip(handles, stats, strict=True)
             if (meta := _readable(handle)) is not None
         ]
@@ -160,7 +183,7 @@ def describe(handle: pb.Handle, meta: Metadata, stat: pb.NodeStat) -> dict[str, 
         "object": "context",
         "node_id": handle.node_id,
         "model": meta.model,
-        "policy": meta.policy,
+        "policy": meta.node_policy or meta.policy,
         "created": handle.created_at,
         "tiers": tiers,
         "num_tokens": stat.next_position,

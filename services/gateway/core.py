@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.auth import Authenticator, Tenant
+from criticalkv.services.gateway.background import Background
 from criticalkv.services.gateway.metrics import Metrics
 from criticalkv.services.gateway.nodes import Model, Want
 from criticalkv.services.gateway.plan import Planner
 from criticalkv.services.gateway.prefill_once import Prefiller
 from criticalkv.services.gateway.restore import Restorer
+from criticalkv.services.gateway.swap import Swapper
 from criticalkv.services.gateway.transcript import Metadata, Transcript
 from criticalkv.services.gateway.workers import Workers
 from criticalkv.shared.config import Config
@@ -58,6 +60,18 @@ class GatewayCore:
         self.planner = Planner(
             self.store, model, self.template, prefiller, restorer, config.gateway
         )
+        limits = config.gateway
+        self.background = Background(
+            self.metrics, limits.background_queue, limits.background_timeout_s
+        )
+        self.swapper = Swapper(
+            self.store, self.planner, self.background, config.eviction.fold_after
+        )
+
+    async def aclose(self) -> None:
+        """Stop what runs in the background, then threads and connections."""
+        await self.background.aclose()
+        self.close()
 
     def close(self) -> None:
         """Stop threads and connections."""
@@ -83,6 +97,8 @@ class GatewayCore:
         read_tier: str | None = None,
         store_tier: str | None = None,
         ttl_ms: int = 0,
+        turn_policy: str | None = None,
+        first_policy: str | None = None,
     ) -> Want:
         """Combine a request's wishes with the defaults.
 
@@ -99,6 +115,8 @@ class GatewayCore:
             read_tier=read_tier,
             at_least=max(asked, key=Decimal, default=None),
             ttl_ms=ttl_ms,
+            turn_policy=turn_policy or self.config.eviction.turn_policy,
+            first_policy=None if first_policy == policy else first_policy,
         )
 
     def transcript(self, policy: str, salt: str) -> Transcript:

@@ -23,7 +23,8 @@ from criticalkv.services.gateway.nodes import (
 from criticalkv.services.gateway.prompt import Answer, Prompt
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import NodeMissingError
-from criticalkv.shared.identity import resolve_tier
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.identity import POLICY_DENSE, resolve_tier
 from criticalkv.shared.model.chat import ChatTemplate
 
 # A stop string cut out of the answer may leave this much text behind it in the record.
@@ -33,10 +34,23 @@ MAX_ALIASES = 256  # latest answers that are looked up
 
 @dataclass(frozen=True)
 class Found:
-    """A stored prefix: its last node, and how far into the prompt it reaches."""
+    """A stored prefix: its last node, and how far into the prompt it reaches.
+
+    Attributes:
+        steps: tokens of the last nodes, as far as they have not the wanted policy.
+        base: the node before these.
+    """
 
     node: Node | None
     offset: int
+    steps: tuple[tuple[int, ...], ...] = ()
+    base: Node | None = None
+
+    def then(self, node: Node, ids: tuple[int, ...], end: int, want: Want) -> Found:
+        """Return the prefix that is one compressed node longer."""
+        if node.policy == want.policy:
+            return Found(node, end)
+        return Found(node, end, (*self.steps, ids), self.base if self.steps else self.node)
 
 
 class Lookup:
@@ -54,22 +68,47 @@ class Lookup:
         return turn if turn is not None and turn.offset >= exact.offset else exact
 
     async def child(self, parent: Node | None, token_ids: Sequence[int], want: Want) -> Node | None:
-        """Return the stored compressed node of these tokens, at the wanted view or higher."""
+        """Return the stored compressed node of these tokens, at the wanted view or higher.
+
+        One of the wanted policy, else one of the first policy, where that will do.
+        """
+        return next(iter(await self._children(parent, token_ids, want)), None)
+
+    async def _children(
+        self, parent: Node | None, token_ids: Sequence[int], want: Want
+    ) -> list[Node]:
+        """Return the best stored node under each policy that will do, the best first."""
         views = parent.views(want.read_tier) if parent else [()]
-        names = [child_identity(self._model, parent, v, token_ids, want).node_id for v in views]
+        names = [
+            child_identity(self._model, parent, view, token_ids, choice).node_id
+            for choice in want.choices
+            for view in views
+        ]
+        best: dict[str, Node] = {}
         for stat in await self._store.stat(names):
             if stat.present and enough(stat.tiers, want.at_least):
-                return child_node(parent, stat)
-        return None
+                best.setdefault(stat.policy, child_node(parent, stat))
+        return list(best.values())
 
     async def _exact(self, prompt: Prompt, want: Want) -> Found:
-        found = Found(None, 0)
-        for end in prompt.boundaries:
-            node = await self.child(found.node, prompt.ids[found.offset : end], want)
-            if node is None:
-                break
-            found = Found(node, end)
-        return found
+        return await self._from(Found(None, 0), prompt, prompt.boundaries, want)
+
+    async def _from(self, found: Found, prompt: Prompt, ends: Sequence[int], want: Want) -> Found:
+        """Return the longest stored prefix that begins with `found`, the best of equal ones.
+
+        While a chain is being refined, its first version may be longer than the better one.
+        """
+        longest = found
+        if not ends:
+            return longest
+        ids = prompt.ids[found.offset : ends[0]]
+        for node in await self._children(found.node, ids, want):
+            begun = found.then(node, ids, ends[0], want)
+            further = await self._from(begun, prompt, ends[1:], want)
+            if further.offset == prompt.boundaries[-1]:
+                return further
+            longest = max(longest, further, key=lambda f: f.offset)
+        return longest
 
     async def _aliased(self, answers: Sequence[Answer], want: Want) -> Found | None:
         recent = answers[-MAX_ALIASES:]
@@ -132,9 +171,19 @@ def _last_index(ids: Sequence[int], part: Sequence[int]) -> int:
 
 
 def _fits(view: tuple[str, ...], node: Node, want: Want) -> bool:
-    """Whether each ancestor is stored, and was read, at the wanted tier or a higher one."""
-    above = node.chain_tiers[:-1]
-    wanted = [resolve_tier(tiers, want.read_tier) for tiers in above]
-    return all(enough(tiers, want.at_least) for tiers in above) and all(
+    """Whether each ancestor is stored, and was read, at the wanted tier or a higher one.
+
+    And whether nothing was evicted on the way by a stepwise policy that is not wanted.
+    """
+    if not all(_is_wanted(policy, want) for policy in node.chain_policies):
+        return False
+    wanted = [resolve_tier(tiers, want.read_tier) for tiers in node.chain_tiers[:-1]]
+    return all(enough(tiers, want.at_least) for tiers in node.chain_tiers) and all(
         Decimal(v) >= Decimal(w) for v, w in zip(view, wanted, strict=True)
     )
+
+
+def _is_wanted(policy: str, want: Want) -> bool:
+    if policy in (POLICY_DENSE, want.policy, want.first_policy, want.turn_policy):
+        return True
+    return not Policy.parse(policy).is_stepwise

@@ -41,6 +41,16 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
+        self._background = Counter(
+            name + "background",
+            "Background work (refine, fold): queued, dropped, retried, done, unused, failed",
+            ["kind", "event"],
+            registry=self.registry,
+        )
+
+    def background(self, kind: str, event: str) -> None:
+        """Count an event of background work."""
+        self._background.labels(kind, event).inc()
 
     def answered(self, route: str, status: int) -> None:
         """Count an HTTP answer."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Protocol
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.shared.errors import NodeMissingError
-from criticalkv.shared.identity import Identity, NodeId, resolve_tier, tokens_digest
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.identity import POLICY_DENSE, Identity, NodeId, resolve_tier, tokens_digest
 
 
 class Model(Protocol):
@@ -33,10 +34,13 @@ class Want:
     """How a request wants its nodes.
 
     Attributes:
-        policy: canonical; of nodes that are computed now.
+        policy: canonical; of the nodes that are wanted.
+        first_policy: cheap one under which a missing node is computed for now, and that a
+            stored node may have where the wanted one is missing; None = wait for `policy`.
         store_tier: highest tier to store of them.
         read_tier: tier to read every ancestor at; None = the highest stored.
         at_least: lowest top tier with which a stored node will do; None = any.
+        turn_policy: canonical; of the turn to come, "dense" or stepwise.
     """
 
     policy: str
@@ -45,6 +49,19 @@ class Want:
     read_tier: str | None = None
     at_least: str | None = None
     ttl_ms: int = 0
+    turn_policy: str = POLICY_DENSE
+    first_policy: str | None = None
+
+    @property
+    def settled(self) -> Want:
+        """The same without anything provisional."""
+        return replace(self, first_policy=None)
+
+    @property
+    def choices(self) -> list[Want]:
+        """What will do, the best first."""
+        first = self.first_policy
+        return [self.settled, *([] if first is None else [replace(self.settled, policy=first)])]
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,7 @@ class Node:
         chain_tiers: stored tiers of each ancestor and, last, of the node.
         pending_ids: tokens that the next turn must run first.
         next_position: original length of the whole chain.
+        chain_policies: policy of each ancestor and, last, of the node.
     """
 
     id: NodeId
@@ -63,6 +81,7 @@ class Node:
     chain_tiers: tuple[tuple[str, ...], ...]
     pending_ids: tuple[int, ...]
     next_position: int
+    chain_policies: tuple[str, ...] = ()
 
     @property
     def chain(self) -> tuple[NodeId, ...]:
@@ -73,6 +92,12 @@ class Node:
     def tiers(self) -> tuple[str, ...]:
         """Stored tiers, ascending."""
         return self.chain_tiers[-1]
+
+    @property
+    def policy(self) -> str:
+        """Policy of the last compressed context in the chain; "dense" if there is none."""
+        contexts = (p for p in reversed(self.chain_policies) if is_context(p))
+        return next(contexts, POLICY_DENSE)
 
     def view(self, read_tier: str | None) -> tuple[str, ...]:
         """Return the tier each node of the chain is read at: a child's view."""
@@ -105,6 +130,11 @@ def child_identity(
         view=tuple(view),
         tokens=tokens_digest(token_ids),
     )
+
+
+def is_context(policy: str) -> bool:
+    """Whether a policy is one of contexts; turns are dense or stepwise."""
+    return policy != POLICY_DENSE and not Policy.parse(policy).is_stepwise
 
 
 def enough(tiers: Sequence[str], at_least: str | None) -> bool:
@@ -140,6 +170,7 @@ async def with_ancestors(store: AsyncStore, stat: pb.NodeStat) -> Node:
         chain_tiers=(*(tuple(a.tiers) for a in ancestors), tuple(stat.tiers)),
         pending_ids=tuple(stat.pending_ids),
         next_position=stat.next_position,
+        chain_policies=(*(a.policy for a in ancestors), stat.policy),
     )
 
 
@@ -151,4 +182,5 @@ def child_node(parent: Node | None, stat: pb.NodeStat) -> Node:
         chain_tiers=(*(parent.chain_tiers if parent else ()), tuple(stat.tiers)),
         pending_ids=tuple(stat.pending_ids),
         next_position=stat.next_position,
+        chain_policies=(*(parent.chain_policies if parent else ()), stat.policy),
     )

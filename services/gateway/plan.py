@@ -12,7 +12,8 @@ from criticalkv.services.gateway.prefill_once import Prefiller
 from criticalkv.services.gateway.prompt import Prompt
 from criticalkv.services.gateway.restore import Restorer
 from criticalkv.shared.config import GatewayConfig
-from criticalkv.shared.errors import ContextLengthError
+from criticalkv.shared.errors import ContextExpiredError, ContextLengthError
+from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
@@ -40,12 +41,30 @@ class Spent:
 
 
 @dataclass(frozen=True)
+class Provisional:
+    """The end of a chain that has another policy than the wanted one.
+
+    Attributes:
+        leaf: its last node.
+        base: the node before it; None if it begins with the root.
+        steps: its nodes' tokens.
+        want: how they are wanted.
+    """
+
+    leaf: NodeId
+    base: Node | None
+    steps: tuple[tuple[int, ...], ...]
+    want: Want
+
+
+@dataclass(frozen=True)
 class Plan:
     """What decode runs, and where it came from."""
 
     parent: Node | None
     token_ids: tuple[int, ...]
     spent: Spent
+    provisional: Provisional | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,7 +133,33 @@ class Planner:
         check_room(len(prompt.ids), 1, self._model.max_positions)
         found, spent = await self._lookup.longest(prompt, want), Spent()
         found = await self._to_last_boundary(prompt, found, want, spent, deadline)
-        return Plan(found.node, (), spent)
+        return Plan(found.node, (), spent, _provisional(found, want))
+
+    async def refine(self, cheap: Provisional, deadline: Deadline) -> Node:
+        """Compute a chain's end under the wanted policy, behind everything else.
+
+        Raises:
+            ContextExpiredError: if the chain has been deleted.
+        """
+        if not await self._restorer.knows(cheap.leaf):
+            raise ContextExpiredError("the context is no longer stored")
+        node, want = cheap.base, cheap.want.settled
+        for ids in cheap.steps:
+            node = await self._stored(node, ids, want, Spent(), deadline, background=True)
+        assert node is not None
+        return node
+
+    async def fold(self, leaf: NodeId, want: Want, deadline: Deadline) -> Node:
+        """Compute a whole chain as one root, behind everything else.
+
+        What the leaf left pending becomes part of it: a root is found by its tokens, and
+        must not depend on who put it there.
+
+        Raises:
+            ContextExpiredError: if a token record is gone.
+        """
+        ids = await self._restorer.tokens(leaf)
+        return await self._stored(None, ids, want.settled, Spent(), deadline, background=True)
 
     async def restore(self, plan: Plan, deadline: Deadline) -> Plan:
         """Rebuild the chain of a plan whose KV was lost meanwhile."""
@@ -134,7 +179,8 @@ class Planner:
         for end in prompt.boundaries:
             if end > found.offset:
                 ids = _pending(found) + prompt.ids[found.offset : end]
-                found = Found(await self._stored(found.node, ids, want, spent, deadline), end)
+                node = await self._stored(found.node, ids, want, spent, deadline)
+                found = found.then(node, ids, end, want)
         return found
 
     async def _cut(
@@ -147,10 +193,11 @@ class Planner:
         )
         bound = limit if found.node else limit + self._limits.implicit_breakpoint_tokens
         if len(ids) <= bound:
-            return Plan(found.node, ids, spent)
+            return Plan(found.node, ids, spent, _provisional(found, want))
         at = prompt.cut(found.offset, len(_pending(found)), limit)
         node = await self._stored(found.node, ids[:at], want, spent, deadline)
-        return Plan(node, ids[at:], spent)
+        found = found.then(node, ids[:at], found.offset, want)
+        return Plan(node, ids[at:], spent, _provisional(found, want))
 
     async def _stored(
         self,
@@ -159,11 +206,14 @@ class Planner:
         want: Want,
         spent: Spent,
         deadline: Deadline,
+        *,
+        background: bool = False,
     ) -> Node:
-        """Return the node of these tokens, prefilled if need be."""
+        """Return the node of these tokens, prefilled if need be: at first cheaply, if wanted."""
         node = await self._lookup.child(parent, ids, want)
         if node is not None:
             return node
+        want = want.choices[-1]
         view = parent.view(want.read_tier) if parent else ()
         request = PrefillRequest(
             node_id=child_identity(self._model, parent, view, ids, want).node_id,
@@ -174,6 +224,7 @@ class Planner:
             ancestors=parent.chain if parent else (),
             view=view,
             ttl_ms=want.ttl_ms,
+            background=background,
         )
         stat, result = await self._prefiller.ensure(request, want.at_least, deadline)
         spent.results += [result] if result else []
@@ -193,6 +244,12 @@ def check_room(prompt_tokens: int, room: int, limit: int) -> None:
             f"limit of {limit} tokens",
             param=field,
         )
+
+
+def _provisional(found: Found, want: Want) -> Provisional | None:
+    if found.node is None or not found.steps:
+        return None
+    return Provisional(found.node.id, found.base, found.steps, want)
 
 
 def _pending(found: Found) -> tuple[int, ...]:

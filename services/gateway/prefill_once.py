@@ -12,7 +12,8 @@ from criticalkv.services.gateway.lease import keep
 from criticalkv.services.gateway.metrics import Metrics
 from criticalkv.services.gateway.nodes import enough
 from criticalkv.services.gateway.workers import WorkerLostError, Workers
-from criticalkv.shared.errors import LeaseLostError, NodeMissingError
+from criticalkv.shared.errors import LeaseLostError, NodeMissingError, OverloadedError
+from criticalkv.shared.identity import NodeId
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 LEASE_MS = 60_000
@@ -30,6 +31,7 @@ class Prefiller:
         self._store = store
         self._workers = workers
         self._metrics = metrics
+        self._background: dict[NodeId, asyncio.Task[PrefillResult]] = {}
 
     async def ensure(
         self, request: PrefillRequest, at_least: str | None, deadline: Deadline
@@ -38,10 +40,13 @@ class Prefiller:
 
         The result is None if the node was there or somebody else computed it. A node
         that this call computed is taken as it is, even if it stops below `at_least`.
+        A background run of the node ends for a request that is waited for: it may be
+        standing back for others.
 
         Raises:
             DeadlineError: if it does not appear in time.
             NodeMissingError: if it vanishes right after it was computed, repeatedly.
+            OverloadedError: if a background run made room for others.
         """
         pause, attempts = POLL_S[0], 0
         while True:
@@ -56,6 +61,8 @@ class Prefiller:
                 attempts += 1
                 if attempts >= ATTEMPTS:
                     raise NodeMissingError.of(request.node_id, "lost right after its prefill")
+            elif not request.background and (task := self._background.get(request.node_id)):
+                task.cancel()
             await asyncio.sleep(min(pause, deadline.remaining()))
             pause = min(2 * pause, POLL_S[1])
 
@@ -87,7 +94,7 @@ class Prefiller:
                 update={"lease_token": token, "deadline_s": deadline.remaining()}
             )
             try:
-                result = await deadline.bound(self._workers.prefill(leased))
+                result = await deadline.bound(self._call(leased))
             except WorkerLostError:
                 if last:
                     raise
@@ -95,3 +102,20 @@ class Prefiller:
             self._metrics.prefilled(len(request.token_ids), result.total_ms)
             return result
         raise AssertionError("unreachable")
+
+    async def _call(self, request: PrefillRequest) -> PrefillResult:
+        if not request.background:
+            return await self._workers.prefill(request)
+        task = asyncio.create_task(self._prefill(request))
+        self._background[request.node_id] = task
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+            del self._background[request.node_id]
+        if task.cancelled():
+            raise OverloadedError("a background prefill made room for others", retry_after_s=1.0)
+        return task.result()
+
+    async def _prefill(self, request: PrefillRequest) -> PrefillResult:
+        return await self._workers.prefill(request)

@@ -45,6 +45,20 @@ class Restorer:
             return int(stat.next_position)
         return sum(len(record.token_ids) for record in await self._records(node_id))
 
+    async def knows(self, node_id: NodeId) -> bool:
+        """Whether a node could be rebuilt: it was not deleted."""
+        return (await self._store.token_records([node_id]))[0] is not None
+
+    async def tokens(self, node_id: NodeId) -> tuple[int, ...]:
+        """Return all tokens of a chain, what its end left pending included.
+
+        Raises:
+            ContextExpiredError: if a record is gone.
+        """
+        records = await self._records(node_id)
+        ids = [token for record in records for token in record.token_ids]
+        return (*ids, *records[-1].pending_ids)
+
     async def restore(
         self, node_id: NodeId, deadline: Deadline, at_least: str | None = None
     ) -> tuple[Node, list[PrefillResult]]:

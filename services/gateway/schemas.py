@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from criticalkv.shared.config import GatewayConfig
 from criticalkv.shared.errors import InvalidRequestError, UnsupportedFieldError
-from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.policy import Policy, canonical_turn_policy
 from criticalkv.shared.identity import canonical_tier
 from criticalkv.shared.model.chat import Message, Part
 
@@ -89,6 +89,17 @@ def _policy(value: str | None) -> str | None:
         raise ValueError("policy has at most 512 characters")
     try:
         return Policy.parse(value).canonical()
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
+
+
+def _turn_policy(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if len(value) > 512:
+        raise ValueError("policy has at most 512 characters")
+    try:
+        return canonical_turn_policy(value)
     except InvalidRequestError as error:
         raise ValueError(error.message) from None
 
@@ -180,18 +191,41 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Extension(_Body):
+class _Policies(_Body):
+    """How contexts are compressed: at once, and in the end."""
+
+    policy: str | None = None
+    first_policy: str | None = None
+
+    _check_policy = field_validator("policy", "first_policy")(_policy)
+
+    @field_validator("first_policy", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return None if value == "none" else value
+
+    def first(self, default: str | None) -> str | None:
+        """Return the wanted first policy; null says none.
+
+        Who names a policy alone wants that one and nothing provisional.
+        """
+        if "first_policy" in self.model_fields_set:
+            return self.first_policy
+        return default if self.policy is None else None
+
+
+class Extension(_Policies):
     """Our own request fields, in `criticalkv`."""
 
     context_id: str | None = Field(default=None, min_length=1, max_length=128)
     read_tier: str | None = None
     store_tier: str | None = None
-    policy: str | None = None
+    turn_policy: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     top_k: int = Field(default=0, ge=0, le=1 << 20)
 
     _check_tier = field_validator("read_tier", "store_tier", mode="before")(_tier)
-    _check_policy = field_validator("policy")(_policy)
+    _check_turn_policy = field_validator("turn_policy")(_turn_policy)
 
 
 class ChatRequest(_Body):
@@ -262,19 +296,17 @@ class ChatRequest(_Body):
         _check_messages(self.messages)
 
 
-class ContextRequest(_Body):
+class ContextRequest(_Policies):
     """Body of `POST /v1/contexts`: a text (one open user message) or messages."""
 
     model: str | None = Field(default=None, max_length=256)
     text: str | None = Field(default=None, min_length=1)
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
-    policy: str | None = None
     store_tier: str | None = None
     ttl: str | int | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
     _check_tier = field_validator("store_tier", mode="before")(_tier)
-    _check_policy = field_validator("policy")(_policy)
     _check_ttl = field_validator("ttl")(_ttl)
 
     @model_validator(mode="after")

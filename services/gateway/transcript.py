@@ -83,6 +83,10 @@ class Metadata(BaseModel):
     scoring_ms: float = 0.0
     cached: bool = False
     store_tier: str = ""
+    # A missing node is computed under `first_policy` (if any), and then under `policy`.
+    # `node_policy` is that of the handle's own node, as long as it is another than `policy`.
+    first_policy: str = ""
+    node_policy: str = ""
 
     @property
     def transcript(self) -> Transcript:

@@ -14,7 +14,7 @@ from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.config import DecodeConfig, EvictionConfig, ModelConfig, PrefillConfig
 from criticalkv.shared.errors import InvalidRequestError
-from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.policy import Policy, canonical_turn_policy
 from criticalkv.shared.identity import (
     POLICY_DENSE,
     Identity,
@@ -176,6 +176,7 @@ class LocalEngine:
         *,
         tier: float | str | None = None,
         max_tokens: int = 256,
+        policy: str = POLICY_DENSE,
         **sampling: Any,
     ) -> LocalTurn:
         """Ask a question about a context, or continue a conversation.
@@ -185,6 +186,8 @@ class LocalEngine:
             question: the user's text.
             tier: kept fraction to read at; None = the highest stored.
             max_tokens: most tokens to generate.
+            policy: of the turn's own entries: "dense" keeps all, a stepwise policy
+                shrinks them while the turn runs.
             **sampling: further fields of Sampling; greedy by default.
         """
         message = Message("user", (Part(question),))
@@ -198,7 +201,15 @@ class LocalEngine:
             roles = (*parent.roles, *(() if merged else ("user",)), "assistant")
         pending = self.manifest(parent).pending_ids if parent else ()
         ids = [*pending, *(token for piece in pieces for token in piece.ids)]
-        return self.generate(parent, ids, tier=tier, max_tokens=max_tokens, roles=roles, **sampling)
+        return self.generate(
+            parent,
+            ids,
+            tier=tier,
+            max_tokens=max_tokens,
+            policy=policy,
+            roles=roles,
+            **sampling,
+        )
 
     def generate(
         self,
@@ -207,6 +218,7 @@ class LocalEngine:
         *,
         tier: float | str | None = None,
         max_tokens: int = 256,
+        policy: str = POLICY_DENSE,
         roles: tuple[str, ...] = (),
         **sampling: Any,
     ) -> LocalTurn:
@@ -218,6 +230,7 @@ class LocalEngine:
             token_ids=tuple(token_ids),
             salt=SALT,
             sampling=Sampling(max_tokens=max_tokens, **sampling),
+            policy=canonical_turn_policy(policy),
         )
         events = list(self.decode.generate(request))
         start, end = events[0], events[-1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from criticalkv.services.prefill.context_pass import ContextPass, LayerPass
-from criticalkv.services.prefill.replay_pass import ReplayPass
+from criticalkv.services.prefill.kvpress_replay import replay_pass_of
 from criticalkv.services.prefill.sinks import SpooledLayer, evictable_layers, own_scores
 from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.ranking import build_layer, rank_layers
@@ -67,7 +67,8 @@ class SideBySide:
         scores = [part[0] for part in kept]
         if policy.scorer == "replay":
             spooled = [SpooledLayer(layer, None) for layer in self._layers]
-            ReplayPass(self._model, policy, Chain(), spooled, lambda: None).run(self._ids)
+            replay = replay_pass_of(policy)
+            replay(self._model, policy, Chain(), spooled, lambda: None).run(self._ids)
             scores = [x.scores or y for x, y in zip(spooled, scores, strict=True)]
         evictable = evictable_layers(self._model)
         ranking = rank_layers(scores, policy, tiers, Place(evictable, evictable, profile))

@@ -15,7 +15,7 @@ from criticalkv.shared.telemetry import replica_name
 
 
 class Prefill:
-    """One replica: one model, a few prefills at once."""
+    """One replica: one model, a few prefills at once, and one in the background."""
 
     def __init__(self, config: Config) -> None:
         self._store = StoreClient.of(config.store)
@@ -23,14 +23,20 @@ class Prefill:
         self._engine = PrefillEngine(
             model, self._store, config.prefill, config.eviction, replica_name()
         )
+        count = config.prefill.max_ongoing
         # Not the default executor: a prefill holds its thread for seconds.
-        self._threads = ThreadPoolExecutor(config.prefill.max_ongoing, thread_name_prefix="prefill")
+        self._threads = ThreadPoolExecutor(count + 1, thread_name_prefix="prefill")
+        self._foreground, self._background = asyncio.Semaphore(count), asyncio.Semaphore(1)
 
     async def run(self, request: PrefillRequest) -> PrefillResult:
         """Publish a node. Cancelling the call stops before the next layer."""
         cancelled = threading.Event()
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._threads, self._engine.run, request, cancelled)
+            # A background run has a place of its own: standing back, it would block others'.
+            async with self._background if request.background else self._foreground:
+                return await loop.run_in_executor(
+                    self._threads, self._engine.run, request, cancelled
+                )
         finally:
             cancelled.set()

@@ -8,12 +8,15 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from decimal import Decimal
+from pathlib import Path
 
 import torch
 
 from criticalkv.services.prefill.context_pass import ContextPass
-from criticalkv.services.prefill.replay_pass import ReplayPass
+from criticalkv.services.prefill.kvpress_replay import replay_pass_of
+from criticalkv.services.prefill.priority import Priority
 from criticalkv.services.prefill.sinks import Sink, SpoolingSink, StreamingSink
 from criticalkv.services.prefill.spool import Spool
 from criticalkv.shared.cache.manifest import ITEMSIZE
@@ -26,12 +29,14 @@ from criticalkv.shared.errors import (
     InvalidRequestError,
 )
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.profile import Profiles
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.node_store import NodeStore
 from criticalkv.shared.publish import NodePublisher, Published
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
+from criticalkv.shared.stepwise_pass import StepwisePass
 
 
 class PrefillEngine:
@@ -51,11 +56,19 @@ class PrefillEngine:
         self._replica = replica
         self._loader = ChainLoader(store, model.spec, NodeCache(0))
         self._spool = Spool(config.spool_limit_mb << 20)
+        self._priority = Priority()
+        spec = model.spec
+        self._profiles = Profiles(
+            Path(eviction.profiles_dir), spec.model_digest, spec.num_layers, spec.num_kv_heads
+        )
 
     def run(
         self, request: PrefillRequest, cancelled: threading.Event | None = None
     ) -> PrefillResult:
         """Publish the node that a request describes.
+
+        A background request stands back while others run, and gives its spool memory up
+        to them.
 
         Args:
             request: tokens, policy, ancestors and the view to read them at.
@@ -64,10 +77,16 @@ class PrefillEngine:
         Raises:
             NodeMissingError: if an ancestor is gone.
             CancelledError, DeadlineError: nothing is published.
+            OverloadedError: if the spool is full, or others need what a background run holds.
             NumericsError: if the KV is not finite.
             InvalidRequestError: if the request does not describe `request.node_id`.
+            PolicyError: if the policy names a profile that is missing or of another model.
         """
-        return _Prefill(self, request, cancelled or threading.Event()).run()
+        prefill = _Prefill(self, request, cancelled or threading.Event())
+        if request.background:
+            return prefill.run()
+        with self._priority.foreground():
+            return prefill.run()
 
     def tiers_up_to(self, store_tier: str) -> tuple[str, ...]:
         """Return the configured tiers below `store_tier`, then itself."""
@@ -90,6 +109,7 @@ class _Prefill:
         self._policy = None if dense else Policy.parse(request.policy)
         self._tiers = ("1",) if dense else engine.tiers_up_to(request.store_tier)
         self._identity = self._make_identity()
+        self._profile = engine._profiles.of(self._policy)
 
     def run(self) -> PrefillResult:
         started = time.perf_counter()
@@ -110,24 +130,50 @@ class _Prefill:
             check=self._check,
             timeout_s=request.deadline_s,
         ) as publisher:
+            if self._policy is not None and self._policy.is_stepwise:
+                return self._stepwise(publisher, chain, self._policy, started)
             if self._policy is None or self._policy.streams_layers:
                 return self._stream(publisher, chain, started)
-            with self._engine._spool.reserve(self._full_bytes()):
+            with self._engine._spool.reserve(
+                self._full_bytes(), self._check_alive, background=request.background
+            ):
                 return self._spooled(publisher, chain, self._policy, started)
 
     def _stream(self, publisher: NodePublisher, chain: Chain, started: float) -> PrefillResult:
-        sink = StreamingSink(self._model, publisher, self._policy, self._tiers, chain.next_position)
+        sink = StreamingSink(
+            self._model,
+            publisher,
+            self._policy,
+            self._tiers,
+            chain.next_position,
+            self._profile,
+        )
         forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
         return self._commit(publisher, chain, sink, forward_s, scoring_s, started)
+
+    def _stepwise(
+        self, publisher: NodePublisher, chain: Chain, policy: Policy, started: float
+    ) -> PrefillResult:
+        plan = StepwisePass(self._model, policy, chain, self._check)
+        begin = time.perf_counter()
+        cache = plan.run(self._request.token_ids)
+        forward_s = time.perf_counter() - begin - plan.scoring_s
+        for index, layer in enumerate(cache.layers):
+            publisher.send(layer, cache.tier_lens[:, index])
+        spent = (forward_s, plan.scoring_s, started)
+        return self._publish(publisher, chain, *spent, tiers=cache.tiers, nested=False)
 
     def _spooled(
         self, publisher: NodePublisher, chain: Chain, policy: Policy, started: float
     ) -> PrefillResult:
-        sink = SpoolingSink(self._model, publisher, policy, self._tiers, chain.next_position)
+        sink = SpoolingSink(
+            self._model, publisher, policy, self._tiers, chain.next_position, self._profile
+        )
         forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
         if policy.scorer == "replay":
             replay_started = time.perf_counter()
-            ReplayPass(self._model, policy, chain, sink.layers, self._check).run(
+            replay = replay_pass_of(policy)
+            replay(self._model, policy, chain, sink.layers, self._check).run(
                 self._request.token_ids
             )
             scoring_s += time.perf_counter() - replay_started
@@ -157,13 +203,27 @@ class _Prefill:
         self._check()
         ranking = sink.finish()
         scoring_s += time.perf_counter() - packing
+        spent = (forward_s, scoring_s, started)
+        return self._publish(publisher, chain, *spent, tiers=ranking.tiers, nested=ranking.nested)
+
+    def _publish(
+        self,
+        publisher: NodePublisher,
+        chain: Chain,
+        forward_s: float,
+        scoring_s: float,
+        started: float,
+        *,
+        tiers: Sequence[str],
+        nested: bool,
+    ) -> PrefillResult:
         request = self._request
         published = publisher.commit(
             token_ids=request.token_ids,
             next_position=chain.next_position + len(request.token_ids),
             head_dim=self._model.spec.head_dim,
-            tiers=ranking.tiers,
-            nested=ranking.nested,
+            tiers=tiers,
+            nested=nested,
             pending_ids=request.pending_ids,
             prefill_ms=1e3 * (time.perf_counter() - started),
             ttl_ms=request.ttl_ms,
@@ -222,6 +282,19 @@ class _Prefill:
         return len(self._request.token_ids) * spec.num_layers * spec.num_kv_heads * entry
 
     def _check(self) -> None:
+        """Called between layers: stop, or stand back for others."""
+        if self._request.background:
+            self._engine._priority.stand_back(self._check_background)
+        else:
+            self._check_alive()
+
+    def _check_background(self) -> None:
+        self._check_alive()
+        # Also while it stands back: the run it stands back for may wait for its memory.
+        if self._policy is not None and not self._policy.streams_layers:
+            self._engine._spool.check_loan()
+
+    def _check_alive(self) -> None:
         if self._cancelled.is_set():
             raise CancelledError("the prefill was cancelled")
         if time.monotonic() > self._deadline:

@@ -60,6 +60,8 @@ class ReplayPass:
             none = torch.empty(0, dtype=torch.int64, device=device)
             forward(self._model.model, tokens, positions, self, none)
         for index, spooled in enumerate(self._layers):
+            if spooled.own_sumsq is not None:
+                self._scorer.add_own(index, spooled.own_sumsq.to(device))
             if spooled.window is None:
                 spooled.scores = self._scorer.layer_scores(
                     index, values=spooled.values.to(device), w_o=self._model.w_o(index)

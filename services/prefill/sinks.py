@@ -17,7 +17,8 @@ from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.plan import Place
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profile
-from criticalkv.shared.eviction.scorers import SCORERS
+from criticalkv.shared.eviction.scorers.lookup import scorer_of
+from criticalkv.shared.eviction.scorers.own import own_sumsq
 from criticalkv.shared.eviction.scores import LayerScores
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.publish import NodePublisher
@@ -70,13 +71,21 @@ class StreamingSink:
 
 
 class SpooledLayer:
-    """Full KV of one layer, on the host."""
+    """Full KV of one layer, on the host; and what the context's own queries said of it.
 
-    def __init__(self, layer: LayerPass, scores: LayerScores | None) -> None:
+    Attributes:
+        scores: of scorers that look at these queries; a replay gives them later.
+        own_sumsq: what a replay with `self_weight` adds, on the host, or None.
+    """
+
+    def __init__(
+        self, layer: LayerPass, scores: LayerScores | None, own_sumsq: Tensor | None = None
+    ) -> None:
         self.keys = layer.call.key.contiguous().cpu()
         self.values = layer.call.value.contiguous().cpu()
         self.window = layer.call.window
         self.scores = scores
+        self.own_sumsq = None if own_sumsq is None else own_sumsq.cpu()
 
 
 class SpoolingSink:
@@ -101,10 +110,12 @@ class SpoolingSink:
 
     def take(self, layer: LayerPass) -> None:
         """Keep a layer; score it now if the policy looks at the context's own queries."""
-        scores = None
+        scores = sumsq = None
         if self._policy.scorer != "replay":
             scores = own_scores(self._model, self._policy, layer, self._first)[0]
-        self.layers.append(SpooledLayer(layer, scores))
+        elif self._policy.self_weight and layer.call.window is None:
+            sumsq = own_sumsq(self._policy, context_layer(self._model, layer, self._first))
+        self.layers.append(SpooledLayer(layer, scores, sumsq))
 
     def finish(self) -> Ranking:
         """Rank over all layers and send them, freeing each as it goes."""
@@ -150,8 +161,15 @@ def own_scores(
         begin = _cut_start(n, call.window)
         scores = LayerScores.everything(heads, n - begin, call.key.device)
         return scores, call.key[:, begin:], call.value[:, begin:], first_position + begin
+    context = context_layer(model, layer, first_position)
+    return scorer_of(policy)(policy, context), call.key, call.value, first_position
+
+
+def context_layer(model: LoadedModel, layer: LayerPass, first_position: int) -> ContextLayer:
+    """Show a full-attention layer to a scorer."""
+    call = layer.call
     has_prefix = layer.prefix.keys.shape[0] > 0
-    context = ContextLayer(
+    return ContextLayer(
         queries=call.query,
         out=layer.out,
         keys=call.key,
@@ -163,7 +181,6 @@ def own_scores(
         prefix_keys=layer.prefix.keys if has_prefix else None,
         prefix_cu=layer.prefix.cu_seqlens if has_prefix else None,
     )
-    return SCORERS[policy.scorer](policy, context), call.key, call.value, first_position
 
 
 def evictable_layers(model: LoadedModel) -> tuple[int, ...]:

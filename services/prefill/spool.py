@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from criticalkv.shared.errors import ContextLengthError, OverloadedError
 
+LOOK_S = 0.05
+"""How often a run that waits for memory looks whether it should go on."""
+
 
 class Spool:
-    """A budget of host memory, shared by the prefills of one replica."""
+    """A budget of host memory, shared by the prefills of one replica.
+
+    Background runs only borrow: what they hold is given back as soon as a foreground run
+    needs it. They are stopped for that, since they stand back while it waits and would
+    never finish.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._used = 0
-        self._lock = threading.Lock()
+        self._lent = 0
+        self._claims = 0
+        self._changed = threading.Condition()
 
     @contextmanager
-    def reserve(self, nbytes: int) -> Iterator[None]:
+    def reserve(
+        self, nbytes: int, check: Callable[[], None] = lambda: None, *, background: bool = False
+    ) -> Iterator[None]:
         """Hold `nbytes` while the context is open.
+
+        Args:
+            nbytes: of full KV.
+            check: called while a background run is waited for; may raise to stop.
+            background: only borrow them; see `check_loan`.
 
         Raises:
             ContextLengthError: if it can never fit.
@@ -30,12 +47,45 @@ class Spool:
                 f"the context's full KV is {nbytes >> 20} MiB, the prefill spool limit is "
                 f"{self._limit >> 20} MiB (prefill.spool_limit_mb)"
             )
-        with self._lock:
-            if self._used + nbytes > self._limit:
-                raise OverloadedError("the prefill spool is full", retry_after_s=5.0)
-            self._used += nbytes
+        with self._changed:
+            if background:
+                self.check_loan()
+            else:
+                self._claim(nbytes, check)
+            self._check_room(nbytes)
+            self._add(nbytes, background)
         try:
             yield
         finally:
-            with self._lock:
-                self._used -= nbytes
+            with self._changed:
+                self._add(-nbytes, background)
+                self._changed.notify_all()
+
+    def check_loan(self) -> None:
+        """Called by a background run again and again while it holds memory.
+
+        Raises:
+            OverloadedError: if a foreground run needs it.
+        """
+        with self._changed:
+            claimed = self._claims > 0
+        if claimed:
+            raise OverloadedError("a background prefill made room for others", retry_after_s=5.0)
+
+    def _claim(self, nbytes: int, check: Callable[[], None]) -> None:
+        """Wait for what background runs hold, if that is what is missing."""
+        self._claims += 1
+        try:
+            while 0 <= self._limit - nbytes - (self._used - self._lent) < self._lent:
+                self._changed.wait(LOOK_S)
+                check()
+        finally:
+            self._claims -= 1
+
+    def _check_room(self, nbytes: int) -> None:
+        if self._used + nbytes > self._limit:
+            raise OverloadedError("the prefill spool is full", retry_after_s=5.0)
+
+    def _add(self, nbytes: int, background: bool) -> None:
+        self._used += nbytes
+        self._lent += nbytes if background else 0

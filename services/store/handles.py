@@ -1,4 +1,4 @@
-"""Handles: random names owned by a tenant, each bound to one node for good."""
+"""Handles: random names owned by a tenant, each bound to one node or a better one of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from criticalkv.shared.errors import (
 
 MAX_LIST = 1000
 _PAGE = 100
+_OUTCOMES = {
+    "moved": pb.MoveHandleResponse.MOVED,
+    "children": pb.MoveHandleResponse.HAS_CHILDREN,
+    "elsewhere": pb.MoveHandleResponse.ELSEWHERE,
+}
 
 
 class Handles:
@@ -48,6 +53,7 @@ class Handles:
         if bound is None:
             raise IdempotencyConflictError("the handle names another node", param="handle")
         created = int(bound[0])
+        node_id = bound[2].decode()
         await self._keep_node(node_id, digest, ttl_ms)
         await self._redis.run(
             scripts.LISTED, [keys.tenant_handles(tenant)], [handle, created, ttl_ms]
@@ -71,6 +77,65 @@ class Handles:
         found = _handle(await self._redis.run(scripts.RESOLVE, [keys.handle(digest)], []), tenant)
         await self._keep_node(found.node_id, digest, found.ttl_ms)
         return found
+
+    async def move(self, request: pb.MoveHandleRequest) -> pb.MoveHandleResponse:
+        """Bind a handle to another node, if it is still on a childless one.
+
+        Raises:
+            ContextNotFoundError: if the tenant has no such handle.
+            NodeMissingError: if neither the new node nor its token record is stored.
+        """
+        digest = _digest(request.tenant, request.handle)
+        old = checks.node_id(request.from_node, "from_node")
+        new = checks.node_id(request.to_node, "to_node")
+        if old == new:
+            raise InvalidRequestError("from_node and to_node are the same", param="to_node")
+        checks.size(request.metadata, MAX_PART_BYTES, "metadata")
+        if not await self._nodes.known(new):
+            raise NodeMissingError.of(new, "not stored")
+        ttl_ms = await self._redis.command("PTTL", keys.handle(digest))
+        if ttl_ms <= 0:
+            raise _not_found()
+        # Before anything else, so that the new node cannot be removed in between.
+        await self._keep_node(new, digest, ttl_ms)
+        outcome = await self._move(request, digest)
+        if outcome == "moved":
+            await self._carry_pin(request.tenant, old, new)
+        elif await self._node_of(digest) != new:  # another mover may have led it there
+            await self._redis.command("ZREM", keys.bindings(new), digest)
+        if outcome == "gone":
+            raise _not_found()
+        return pb.MoveHandleResponse(outcome=_OUTCOMES[outcome])
+
+    async def _move(self, request: pb.MoveHandleRequest, digest: str) -> str:
+        """Leave the old node, then name the new one; a third one is never overwritten."""
+        old, new = request.from_node, request.to_node
+        if await self._node_of(digest) == old and not await self._leave(old, digest):
+            return "children"
+        replaces = int(request.HasField("metadata"))
+        outcome: bytes = await self._redis.run(
+            scripts.MOVE, [keys.handle(digest)], [old, new, replaces, request.metadata]
+        )
+        return outcome.decode()
+
+    async def _node_of(self, digest: str) -> str | None:
+        found = await self._redis.command("HGET", keys.handle(digest), "node")
+        return None if found is None else str(found.decode())
+
+    async def _leave(self, node_id: str, digest: str) -> bool:
+        names = [keys.children(node_id), keys.bindings(node_id)]
+        left = bool(await self._redis.run(scripts.LEAVE, names, [digest]))
+        if not left and await self._nodes.forget_dead_children(node_id):
+            return await self._leave(node_id, digest)
+        return left
+
+    async def _carry_pin(self, tenant: str, old: str, new: str) -> None:
+        """Pin the new node if the old one is pinned; unpin that with its last handle."""
+        if not await self._redis.command("SISMEMBER", keys.pins(old), tenant):
+            return
+        await self._nodes.pin(tenant, new)
+        if not await self._redis.command("ZCARD", keys.bindings(old)):
+            await self._nodes.unpin(tenant, old)
 
     async def list_of(self, request: pb.ListHandlesRequest) -> list[pb.Handle]:
         """Return a tenant's handles with a prefix, newest first."""
@@ -102,12 +167,22 @@ class Handles:
             ContextNotFoundError: if the tenant has no such handle.
         """
         digest = _digest(tenant, handle)
-        node = await self._redis.command("HGET", keys.handle(digest), "node")
-        if node is None or not await self._redis.command("UNLINK", keys.handle(digest)):
+        found = await self._redis.run(scripts.UNBIND, [keys.handle(digest)], [])
+        if found is None:
             raise _not_found()
-        node_id = node.decode()
+        node_id, moved_from = (name.decode() for name in found)
         await self._redis.command("ZREM", keys.tenant_handles(tenant), handle)
         await self._redis.command("ZREM", keys.bindings(node_id), digest)
+        gone = await self._nodes.delete_unreferenced(node_id)
+        return gone + await self._delete_left(tenant, moved_from, digest) if moved_from else gone
+
+    async def _delete_left(self, tenant: str, node_id: str, digest: str) -> list[str]:
+        """Remove what a deleted handle was moved from, unless something refers to it."""
+        names = keys.bindings(node_id)
+        await self._redis.command("ZREM", names, digest)  # by a read that met the move
+        if not await self._redis.command("ZCARD", names):
+            # A pin that met the move: nobody could take it back any more.
+            await self._nodes.unpin(tenant, node_id)
         return await self._nodes.delete_unreferenced(node_id)
 
     async def _keep_node(self, node_id: str, digest: str, ttl_ms: int) -> None:

@@ -231,7 +231,7 @@ class Nodes:
             [attempt, guard],
         )
         outcome = _text(reply[0])
-        if outcome == "parent" and await self._forget_dead_children(node_id, guard):
+        if outcome == "parent" and await self.forget_dead_children(node_id, guard):
             return await self.drop(node_id, attempt, guard)
         if outcome == "absent":
             await self._books.forget(node_id)
@@ -318,7 +318,8 @@ class Nodes:
         if parent:
             await self._redis.command("ZREM", keys.children(parent), node_id)
 
-    async def _forget_dead_children(self, node_id: str, guard: str) -> bool:
+    async def forget_dead_children(self, node_id: str, guard: str = "unbind") -> bool:
+        """Strike children off that are gone; with "unbind" those with a handle stay."""
         found = await self._redis.command("ZRANGE", keys.children(node_id), 0, -1)
         children = [child.decode() for child in found]
         alive = await self.present(children)

@@ -287,15 +287,48 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[1])
 """
 
 # Bind a handle. KEYS: handle. ARGV: handle, tenant, node, metadata, ttl ms
-# Returns {created, ttl} in seconds and ms, or nil if it names another node.
+# Returns {created, ttl, node} in seconds and ms, or nil if it names another node. One that
+# was moved away from the node stays where it is.
 BIND = """#!lua flags=allow-oom
-local old = redis.call('HMGET', KEYS[1], 'node', 'created')
-if old[1] and old[1] ~= ARGV[3] then return nil end
+local old = redis.call('HMGET', KEYS[1], 'node', 'created', 'from')
 local created = old[2] or redis.call('TIME')[1]
-redis.call('HSET', KEYS[1], 'handle', ARGV[1], 'tenant', ARGV[2], 'node', ARGV[3],
-  'metadata', ARGV[4], 'created', created, 'ttl', ARGV[5])
+if old[1] and old[1] ~= ARGV[3] then
+  if old[3] ~= ARGV[3] then return nil end
+else
+  redis.call('HSET', KEYS[1], 'handle', ARGV[1], 'tenant', ARGV[2], 'node', ARGV[3],
+    'metadata', ARGV[4], 'created', created)
+end
+redis.call('HSET', KEYS[1], 'ttl', ARGV[5])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
-return {tonumber(created), tonumber(ARGV[5])}
+return {tonumber(created), tonumber(ARGV[5]), old[1] or ARGV[3]}
+"""
+
+# Take a handle's binding off a node without children. The one step that decides a move:
+# a child announced later is one of the old chain. KEYS: children, bindings. ARGV: digest
+LEAVE = """#!lua flags=allow-oom
+if redis.call('ZCARD', KEYS[1]) > 0 then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+return 1
+"""
+
+# Bind a handle to another node. KEYS: handle. ARGV: from, to, 1 if there are metadata,
+# metadata. Returns 'gone', 'elsewhere' or 'moved'
+MOVE = """#!lua flags=allow-oom
+local node = redis.call('HGET', KEYS[1], 'node')
+if not node then return 'gone' end
+if node == ARGV[2] then return 'moved' end
+if node ~= ARGV[1] then return 'elsewhere' end
+redis.call('HSET', KEYS[1], 'node', ARGV[2], 'from', ARGV[1])
+if ARGV[3] == '1' then redis.call('HSET', KEYS[1], 'metadata', ARGV[4]) end
+return 'moved'
+"""
+
+# Remove a handle. KEYS: handle. Returns {node, node that it was moved from or ''} or nil
+UNBIND = """#!lua flags=allow-oom
+local old = redis.call('HMGET', KEYS[1], 'node', 'from')
+if not old[1] then return nil end
+redis.call('UNLINK', KEYS[1])
+return {old[1], old[2] or ''}
 """
 
 # Note on the node that a handle points at it. KEYS: bindings. ARGV: digest, ttl ms

@@ -84,6 +84,7 @@ class Service:
             ("Touch", self.touch, pb.TouchRequest),
             ("BindHandle", self._handles.bind, pb.BindHandleRequest),
             ("ResolveHandle", self.resolve_handle, pb.ResolveHandleRequest),
+            ("MoveHandle", self._handles.move, pb.MoveHandleRequest),
             ("ListHandles", self.list_handles, pb.ListHandlesRequest),
             ("DeleteHandle", self.delete_handle, pb.DeleteHandleRequest),
             ("BeginRequest", self._requests.begin, pb.BeginRequestRequest),
@@ -113,6 +114,9 @@ class Service:
         if request.expected_attempt:
             checks.attempt(request.expected_attempt)
         node_id = checks.node_id(request.node_id)
+        if request.unreferenced:
+            gone = await self._nodes.delete_unreferenced(node_id)
+            return pb.DeleteNodeResponse(deleted=node_id in gone)
         outcome, _ = await self._nodes.drop(node_id, request.expected_attempt)
         return pb.DeleteNodeResponse(deleted=outcome == "dropped")
 

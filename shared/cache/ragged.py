@@ -55,6 +55,30 @@ class RaggedLayer:
             self.keys[rows], self.values[rows], self.positions[rows], cu_seqlens_of(lens)
         )
 
+    def split(self, lens: Sequence[int]) -> tuple[RaggedLayer, RaggedLayer]:
+        """Return the first `lens[h]` entries of each head, and the rest."""
+        rest = [have - n for have, n in zip(self.lens.tolist(), lens, strict=True)]
+        none = self._rows([0] * len(rest), [0] * len(rest))
+        if not any(lens):
+            return none, self
+        if not any(rest):
+            return self, none
+        return self._rows([0] * len(rest), lens), self._rows(lens, rest)
+
+    def _rows(self, skip: Sequence[int], lens: Sequence[int]) -> RaggedLayer:
+        begin = [int(b) + s for b, s in zip(self.cu_seqlens[:-1], skip, strict=True)]
+        runs = [slice(b, b + n) for b, n in zip(begin, lens, strict=True)]
+        keys, values, positions = (
+            torch.cat([t[run] for run in runs]) for t in (self.keys, self.values, self.positions)
+        )
+        return RaggedLayer(keys, values, positions, cu_seqlens_of(lens))
+
+    def cpu(self) -> RaggedLayer:
+        """Return the layer on the CPU."""
+        return RaggedLayer(
+            self.keys.cpu(), self.values.cpu(), self.positions.cpu(), self.cu_seqlens.cpu()
+        )
+
 
 @dataclass(frozen=True)
 class RaggedCache:

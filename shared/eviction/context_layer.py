@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from criticalkv.kernels import ops
+from criticalkv.shared.eviction.scores import finite
 
 Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions int64 [p] → (cos, sin), fp32 [p, head_dim] each, as the model's RoPE has them."""
@@ -26,7 +27,7 @@ class ContextLayer:
         values: [num_kv_heads, n, head_dim].
         w_o: [D_model, num_q_heads · head_dim].
         scaling: factor of the logits.
-        first_position: original position of the last n tokens' first.
+        first_position: original position of the node's first token.
         rotation: the model's RoPE; only scorers that look ahead need it.
         prefix_keys: [Σ len_h, head_dim], the parent chain's kept keys, seen by every
             query, or None.
@@ -56,6 +57,11 @@ class ContextLayer:
         return self.keys.shape[1]
 
     @property
+    def real(self) -> Tensor | None:
+        """Mask of what is not padding, bool [num_kv_heads, n]; None: everything is real."""
+        return None if self.padding is None else self.index >= self.padding[:, None]
+
+    @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.queries.shape[0] // self.keys.shape[0]
@@ -75,25 +81,38 @@ class ContextLayer:
             return self.index < count
         return self.positions < self.first_position + count
 
+    def asking(self, count: int) -> Tensor:
+        """The last `count` queries, [num_q_heads, count, head_dim].
+
+        Raises:
+            ValueError: if there are fewer.
+            NumericsError: if a key holds NaN or infinity: its own attention may be an
+                innocent 0. A query's shows in every score.
+        """
+        if self.queries.shape[1] < count:
+            raise ValueError(f"{self.queries.shape[1]} queries for a window of {count}")
+        finite(self.keys, "keys")
+        return self.queries[:, -count:]
+
     def output_norms(self, count: int) -> Tensor:
         """‖o_q‖₂ of the last `count` queries after W_O, fp32 [count]."""
-        return ops.output_norms(self.out[:, -count:], self.w_o)
+        return finite(ops.output_norms(self.out[:, -count:], self.w_o), "attention outputs")
 
-    def attention(self, count: int, *reductions: ops.Reduction) -> dict[ops.Reduction, Tensor]:
+    def attention(
+        self, count: int, *reductions: ops.Reduction, min_distance: int = 0
+    ) -> dict[ops.Reduction, Tensor]:
         """Return what the last `count` queries attend to, see `ops.attention_scores`.
 
         "sumsq" is weighted by 1/‖o_q‖².
 
         Raises:
-            ValueError: if there are fewer queries.
+            ValueError, NumericsError: see `asking`.
         """
-        if self.queries.shape[1] < count:
-            raise ValueError(f"{self.queries.shape[1]} queries for a window of {count}")
-        weight = None
+        queries, weight = self.asking(count), None
         if "sumsq" in reductions:
             weight = self.output_norms(count).clamp_min(1e-12).square().reciprocal()
         return ops.attention_scores(
-            self.queries[:, -count:],
+            queries,
             self.keys,
             scaling=self.scaling,
             reductions=reductions,
@@ -101,5 +120,22 @@ class ContextLayer:
             prefix_keys=self.prefix_keys,
             prefix_cu=self.prefix_cu,
             query_weight=weight,
+            padding=self.padding,
+            min_distance=min_distance,
+        )
+
+    def attention_rows(self, count: int) -> Iterator[ops.AttentionRows]:
+        """Yield what the last `count` queries attend to, see `ops.attention_rows`.
+
+        Raises:
+            ValueError, NumericsError: see `asking`.
+        """
+        return ops.attention_rows(
+            self.asking(count),
+            self.keys,
+            scaling=self.scaling,
+            first_query=self.n - count,
+            prefix_keys=self.prefix_keys,
+            prefix_cu=self.prefix_cu,
             padding=self.padding,
         )

@@ -48,6 +48,8 @@ EVERY: Defaults = {"preset": None, "interval": None, "keep": None, "target": Non
 PRESETS: dict[str, dict[str, Defaults]] = {
     "kvpress": {
         "window": {"window": 64, "kernel": 5, "pooling": "avg"},
+        "expected": {"offset": None},
+        "replay": {"recent": 0, "chunk": 2048},
     },
     "official": {},
 }
@@ -70,6 +72,20 @@ ALIASES = {
     "defensivekv": "defensive+adakv+plain:safeguard=0",
     "layerdefensivekv": "defensive+model+plain",
     "kvzip": "replay+model+plain",
+    # What kvpress 0.5.5 keeps.
+    "snapkv-kvpress": "window+uniform+plain:preset=kvpress",
+    "adakv-kvpress": "window+adakv+plain:preset=kvpress",
+    "pyramidkv-kvpress": "window+pyramidkv+plain:preset=kvpress",
+    "criticalkv-kvpress": "window+uniform+twostage:preset=kvpress",
+    "criticaladakv-kvpress": "window+adakv+twostage:preset=kvpress",
+    "tova-kvpress": "tova+uniform+plain:preset=kvpress",
+    "streamingllm-kvpress": "streaming+uniform+plain:preset=kvpress",
+    "knorm-kvpress": "knorm+uniform+plain:preset=kvpress",
+    "keydiff-kvpress": "keydiff+uniform+plain:preset=kvpress",
+    "expectedattention-kvpress": "expected+uniform+plain:preset=kvpress",
+    "duo-kvpress": "streaming+duo+plain:preset=kvpress",
+    "kvzip-kvpress": "replay+model+plain:preset=kvpress",
+    "kvziplayerwise-kvpress": "replay+adakv+plain:preset=kvpress,safeguard=0",
 }
 """Short names of policies that are well known."""
 

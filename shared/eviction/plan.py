@@ -10,6 +10,7 @@ from torch import Tensor
 
 from criticalkv.shared.eviction.allocators import ALLOCATORS
 from criticalkv.shared.eviction.allocators.contest import Contest
+from criticalkv.shared.eviction.kvpress import selection as kvpress
 from criticalkv.shared.eviction.orders import Ranked
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profile
@@ -48,7 +49,13 @@ class Plan:
     """The selections of layers of equal shape under one policy; sorts each score once."""
 
     def __init__(
-        self, layers: Sequence[LayerScores], policy: Policy, place: Place | None = None
+        self,
+        layers: Sequence[LayerScores],
+        policy: Policy,
+        place: Place | None = None,
+        *,
+        tokens: int | None = None,
+        real: Tensor | None = None,
     ) -> None:
         """Stack the layers' scores.
 
@@ -56,18 +63,29 @@ class Plan:
             layers: their scores, of equal shape.
             policy: what decides.
             place: where they are in the model; None: they are all of it.
+            tokens: what a tier is a fraction of; None: the entries per head.
+            real: bool [num_kv_heads, n], False for padding, which is never kept and
+                never takes an entry's place; None: no padding.
 
         Raises:
             NumericsError: if a score holds NaN or infinity.
         """
         self._policy = policy
         self._place = place or Place.whole(len(layers))
+        self._real = real
+        forced = torch.stack([layer.forced.expand_as(layer.attention) for layer in layers])
+        self._tokens = forced.shape[-1] if tokens is None else tokens
         self._entries = Candidates(
-            torch.stack([layer.forced.expand_as(layer.attention) for layer in layers]),
-            Ranked(_stack(layers, "attention")),
-            Ranked(_stack(layers, "critical")) if uses_critical(policy) else None,
-            Ranked(_stack(layers, "relative")) if uses_relative(policy) else None,
+            forced if real is None else forced & real,
+            self._ranked(layers, "attention"),
+            self._ranked(layers, "critical") if uses_critical(policy) else None,
+            self._ranked(layers, "relative") if uses_relative(policy) else None,
         )
+
+    def _ranked(self, layers: Sequence[LayerScores], name: str) -> Ranked:
+        score = finite(torch.stack([layer.needed(name) for layer in layers]), f"{name} scores")
+        # Behind every entry, so that padding only fills what a head cannot.
+        return Ranked(score if self._real is None else score.where(self._real, -torch.inf))
 
     @property
     def _allocation(self) -> Ranked:
@@ -86,24 +104,26 @@ class Plan:
 
     def budgets(self, tier: str) -> Tensor:
         """Return the entries that each head is given, int64 [layers, num_kv_heads]."""
-        forced = self._entries.forced
-        contest = Contest(
+        if self._policy.preset == "kvpress":
+            return self.select(tier).sum(-1)
+        return ALLOCATORS[self._policy.allocator](self._contest(tier))
+
+    def _contest(self, tier: str) -> Contest:
+        return Contest(
             self._allocation,
-            forced,
+            self._entries.forced,
             tier,
-            forced.shape[-1],
+            self._tokens,
             self._policy,
             self._place.layers,
             self._place.evictable,
             self._place.profile,
         )
-        return ALLOCATORS[self._policy.allocator](contest)
 
     def select(self, tier: str) -> Tensor:
         """Return the kept entries, bool [layers, num_kv_heads, n]."""
+        if self._policy.preset == "kvpress":
+            return kvpress.select(self._entries, self._contest(tier))
         select = SELECTORS[self._policy.selector]
-        return select(self._entries, self.budgets(tier), self._policy)
-
-
-def _stack(layers: Sequence[LayerScores], name: str) -> Tensor:
-    return finite(torch.stack([layer.needed(name) for layer in layers]), f"{name} scores")
+        kept = select(self._entries, self.budgets(tier), self._policy)
+        return kept if self._real is None else kept & self._real

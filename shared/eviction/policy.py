@@ -12,7 +12,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from criticalkv.shared.errors import PolicyError
+from criticalkv.shared.eviction.kvpress.combinations import refusal
 from criticalkv.shared.eviction.parameters import ALIASES, used_parameters
+from criticalkv.shared.identity import POLICY_DENSE
 
 Scorer = Literal[
     "window",
@@ -73,6 +75,9 @@ class Policy(BaseModel):
     )
     covariance: bool = Field(default=True, description="use the queries' covariance (expected)")
     vnorm: bool = Field(default=True, description="multiply by ‖v‖₂ (expected)")
+    offset: Decimal = Field(
+        default=Decimal(0), ge=0, le=1, description="added before ‖v‖₂ (expected under kvpress)"
+    )
     distance: int = Field(
         default=64, ge=1, le=8192, description="a query scores keys at least so far back (self)"
     )
@@ -140,8 +145,16 @@ class Policy(BaseModel):
             raise ValueError("kernel must be odd")
         if self.allocator in ("headkv", "duo") and not self.profile:
             raise ValueError(f"{self.allocator} needs profile=DIGEST, made by `criticalkv profile`")
+        if self.allocator == "duo" and self.scorer != "streaming":
+            raise ValueError("duo goes with the scorer streaming: its heads keep sinks and recent")
         if self._reads_relative and self.scorer not in MAY_BE_RELATIVE:
             raise ValueError(f"relative scores need a scorer of {', '.join(MAY_BE_RELATIVE)}")
+        if self.scorer == "streaming" and self.selector != "plain":
+            raise ValueError("streaming has no attention to multiply; it goes with plain")
+        if self.self_weight and not self._reads_relative:
+            raise ValueError("self_weight belongs to relative scores")
+        if self.preset == "kvpress" and (why := refusal(dict(self))):
+            raise ValueError(why)
         self._check_stepwise()
         return self
 
@@ -168,7 +181,8 @@ class Policy(BaseModel):
     @property
     def streams_layers(self) -> bool:
         """Whether a layer can be ranked and freed before the next one is computed."""
-        return self.scorer != "replay" and self.allocator != "model"
+        # Under kvpress some layers' tiers may be nested and others' not: a node has one answer.
+        return self.scorer != "replay" and self.allocator != "model" and self.preset != "kvpress"
 
     @property
     def is_stepwise(self) -> bool:
@@ -204,9 +218,36 @@ class Policy(BaseModel):
 
     def canonical(self) -> str:
         """The full textual form, every parameter in use spelled out, for identities."""
-        used = used_parameters({part: getattr(self, part) for part in PARTS})
+        used = used_parameters({part: getattr(self, part) for part in (*PARTS, "preset")})
         options = ",".join(f"{key}={_plain(getattr(self, key))}" for key in sorted(used))
         return f"{self.scorer}+{self.allocator}+{self.selector}:{options}"
+
+
+def parse_turn_policy(text: str) -> Policy | None:
+    """Parse the policy of a turn: a stepwise one, or "dense" (None), which keeps all.
+
+    Raises:
+        PolicyError: for any other, and as Policy.parse does.
+    """
+    if text == POLICY_DENSE:
+        return None
+    policy = Policy.parse(text)
+    if not policy.is_stepwise:
+        raise PolicyError(
+            "a turn's policy must be stepwise (interval=…, and keep=… or target=…) or dense",
+            param="turn_policy",
+        )
+    return policy
+
+
+def canonical_turn_policy(text: str) -> str:
+    """Return the full textual form of a turn's policy, as identities have it.
+
+    Raises:
+        PolicyError: as parse_turn_policy does.
+    """
+    policy = parse_turn_policy(text)
+    return POLICY_DENSE if policy is None else policy.canonical()
 
 
 def _options(text: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from criticalkv.shared.errors import PolicyError
+from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import HEX64
 
 
@@ -72,3 +73,39 @@ def load_profile(digest: str, folder: Path) -> Profile:
     if profile.digest != digest:
         raise PolicyError(f"policy profile {digest[:16]}…: the file was changed", param="policy")
     return profile
+
+
+class Profiles:
+    """The profiles that one model's policies name, each read and checked once."""
+
+    def __init__(self, folder: Path, model_digest: str, num_layers: int, num_kv_heads: int) -> None:
+        self._folder = folder
+        self._model = model_digest
+        self._shape = (num_layers, num_kv_heads)
+        self._read: dict[str, Profile] = {}
+
+    def of(self, policy: Policy | None) -> Profile | None:
+        """Return the profile that a policy names, None if it names none.
+
+        Raises:
+            PolicyError: if it cannot be read, or is of another model.
+        """
+        if policy is None or not policy.profile:
+            return None
+        if policy.profile not in self._read:
+            profile = load_profile(policy.profile, self._folder)
+            self._check(profile)
+            self._read[policy.profile] = profile
+        return self._read[policy.profile]
+
+    def _check(self, profile: Profile) -> None:
+        name = f"policy profile {profile.digest[:16]}…"
+        if profile.model_digest != self._model:
+            raise PolicyError(f"{name} is of another model", param="policy")
+        shape = (len(profile.importance), len(profile.importance[0]))
+        if shape != self._shape:
+            raise PolicyError(
+                f"{name} has {shape[0]} layers of {shape[1]} KV heads; the model has "
+                f"{self._shape[0]} of {self._shape[1]}",
+                param="policy",
+            )

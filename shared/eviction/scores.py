@@ -49,6 +49,7 @@ class LayerScores:
         values: Tensor,
         w_o: Tensor,
         sumsq: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> LayerScores:
         """Complete a scorer's result with what the policy's selector reads.
 
@@ -59,11 +60,14 @@ class LayerScores:
             values: [num_kv_heads, n, head_dim].
             w_o: [D_model, num_q_heads · head_dim].
             sumsq: fp32 [num_kv_heads, group_size, n], Σ_q A²/‖o_q‖², for relative scores.
+            real: bool [num_kv_heads, n] or None: what is not real (padding) scores 0 and
+                is never forced.
 
         Raises:
-            NumericsError: if a score holds NaN or infinity.
+            NumericsError: if a score or a value holds NaN or infinity.
         """
         finite(attention, "attention scores")
+        finite(values, "values")
         critical = relative = None
         if uses_critical(policy):
             critical = critical_score(attention, values, w_o, policy)
@@ -71,7 +75,14 @@ class LayerScores:
             if sumsq is None:
                 raise ValueError("relative scores need the sum of squares")
             relative = relative_score(sumsq, values, w_o)
-        return cls(attention, forced, critical, relative)
+        scores = cls(attention, forced, critical, relative)
+        return scores if real is None else scores._only(real)
+
+    def _only(self, real: Tensor) -> LayerScores:
+        """Take padding out."""
+        critical = None if self.critical is None else self.critical.where(real, 0)
+        relative = None if self.relative is None else self.relative.where(real, 0)
+        return LayerScores(self.attention.where(real, 0), self.forced & real, critical, relative)
 
     def needed(self, name: str) -> Tensor:
         """Return a score that the policy uses; its absence is a caller's mistake."""

@@ -78,7 +78,8 @@ def test_prefill_and_decode_scale_apart(config: Config) -> None:
         assert scaling is not None
         for name, value in part.autoscaling.model_dump().items():
             assert getattr(scaling, name) == value
-    assert prefill.max_ongoing_requests == config.prefill.max_ongoing
+    # One place more: a background run must not take one of the others'.
+    assert prefill.max_ongoing_requests == config.prefill.max_ongoing + 1
     assert decode.max_ongoing_requests == config.decode.max_num_seqs
 
 

@@ -71,7 +71,7 @@ def test_equals_naive(case: tuple[int, ...], dtype: torch.dtype) -> None:
         queries,
         keys,
         scaling=0.2,
-        reductions=("mean", "max", "sumsq"),
+        reductions=("mean", "sum", "max", "sumsq"),
         first_query=first,
         tail_keys=tail,
         prefix_keys=None if prefix is None else torch.cat(prefix),
@@ -82,6 +82,7 @@ def test_equals_naive(case: tuple[int, ...], dtype: torch.dtype) -> None:
     a = naive(queries, keys, 0.2, first, tail, prefix).view(heads, group, m, n)
     expected = {
         "mean": a.mean(2),
+        "sum": a.sum(2),
         "max": a.amax(2),
         "sumsq": (a.square() * weight.double()[:, None]).sum(2),
     }
@@ -90,12 +91,165 @@ def test_equals_naive(case: tuple[int, ...], dtype: torch.dtype) -> None:
         torch.testing.assert_close(got[name].double(), value, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "max", "sumsq"])
-def test_one_reduction_equals_all_three(reduction: ops.Reduction) -> None:
+EVERY: tuple[ops.Reduction, ...] = ("mean", "sum", "max", "sumsq")
+
+
+def reduced(a: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """The reductions of A fp64 [G, m, n]."""
+    return {
+        "mean": a.mean(1),
+        "sum": a.sum(1),
+        "max": a.amax(1),
+        "sumsq": (a.square() * weight.double()[:, None]).sum(1),
+    }
+
+
+@pytest.mark.parametrize("block", [None, 1, 3])
+@pytest.mark.parametrize("lens", [None, (3, 0, 2)], ids=["root", "child"])
+@pytest.mark.parametrize("padding", [(0, 0, 0), (4, 0, 2), (9, 3, 0)], ids=str)
+def test_padding_equals_each_head_alone(
+    padding: tuple[int, ...], lens: tuple[int, ...] | None, block: int | None
+) -> None:
+    """The last head of (9, 3, 0) has all 12 entries, the first only 3 for its 5 queries."""
+    torch.manual_seed(1)
+    group, n, m = 2, 12, 5
+    queries, keys = torch.randn(3 * group, m, 8), torch.randn(3, n, 8)
+    weight = torch.rand(m) + 0.5
+    prefix = None if lens is None else [torch.randn(k, 8) for k in lens]
+    got = ops.attention_scores(
+        queries,
+        keys,
+        scaling=0.3,
+        reductions=EVERY,
+        first_query=n - m,
+        prefix_keys=None if prefix is None else torch.cat(prefix),
+        prefix_cu=None if lens is None else torch.tensor([0, *lens]).cumsum(0),
+        query_weight=weight,
+        padding=torch.tensor(padding),
+        block=block,
+    )
+    for h, pad in enumerate(padding):
+        asking = min(m, n - pad)
+        a = naive(
+            queries[h * group : (h + 1) * group, -asking:],
+            keys[h : h + 1, pad:],
+            0.3,
+            n - pad - asking,
+            None,
+            None if prefix is None else prefix[h : h + 1],
+        )
+        for name, value in reduced(a, weight[-asking:]).items():
+            assert got[name][h, :, :pad].eq(0).all()
+            torch.testing.assert_close(got[name][h, :, pad:].double(), value, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("m", [12, 5])
+@pytest.mark.parametrize("block", [None, 1, 5])
+@pytest.mark.parametrize("distance", [0, 1, 2, 7, 11, 12, 100])
+def test_near_keys_are_seen_but_not_scored(distance: int, block: int | None, m: int) -> None:
+    torch.manual_seed(2)
+    n = 12
+    queries, keys, weight = torch.randn(4, m, 8), torch.randn(2, n, 8), torch.rand(m) + 0.5
+    got = ops.attention_scores(
+        queries,
+        keys,
+        scaling=0.3,
+        reductions=EVERY,
+        first_query=n - m,
+        query_weight=weight,
+        min_distance=distance,
+        block=block,
+    )
+    a = naive(queries, keys, 0.3, n - m, None, None)
+    for i in range(m):
+        for j in range(n):
+            if (n - m + i) - j < distance:
+                a[:, i, j] = 0
+    for h in range(2):
+        for name, value in reduced(a[2 * h : 2 * h + 2], weight).items():
+            torch.testing.assert_close(got[name][h].double(), value, rtol=1e-4, atol=1e-7)
+
+
+def test_padding_and_distance_together() -> None:
+    """A head's padding does not bring its entries nearer to its queries."""
+    torch.manual_seed(3)
+    queries, keys = torch.randn(2, 9, 8), torch.randn(2, 9, 8)
+    got = ops.attention_scores(
+        queries,
+        keys,
+        scaling=0.3,
+        reductions=("max",),
+        first_query=0,
+        padding=torch.tensor([4, 0]),
+        min_distance=3,
+    )["max"]
+    for h, pad in ((0, 4), (1, 0)):
+        a = naive(queries[h : h + 1, pad:], keys[h : h + 1, pad:], 0.3, 0, None, None)
+        for i in range(9 - pad):
+            a[:, i, max(0, i - 2) :] = 0
+        torch.testing.assert_close(got[h, :, pad:].double(), a.amax(1), rtol=1e-4, atol=1e-7)
+
+
+def test_a_head_of_nothing_but_padding_scores_nothing() -> None:
+    got = ops.attention_scores(
+        torch.randn(2, 3, 8),
+        torch.randn(2, 5, 8),
+        scaling=1.0,
+        reductions=EVERY,
+        first_query=2,
+        padding=torch.tensor([5, 0]),
+    )
+    for name in EVERY:
+        assert got[name][0].eq(0).all()
+        assert got[name][1].isfinite().all()
+
+
+@pytest.mark.parametrize("block", [None, 2])
+def test_rows_are_what_the_reductions_reduce(block: int | None) -> None:
+    torch.manual_seed(4)
+    queries, keys = torch.randn(6, 5, 8), torch.randn(2, 9, 8)
+    lens, padding = [3, 0], torch.tensor([0, 6])
+    prefix = torch.randn(3, 8)
+    cu = torch.tensor([0, *lens]).cumsum(0)
+    seen: list[tuple[int, int]] = []
+    for head, begin, logits, probs in ops.attention_rows(
+        queries,
+        keys,
+        scaling=0.3,
+        first_query=4,
+        prefix_keys=prefix,
+        prefix_cu=cu,
+        padding=padding,
+        block=block,
+    ):
+        for t in range(probs.shape[1]):
+            i = begin + t
+            seen.append((head, i))
+            pad, end = int(padding[head]), 4 + i + 1
+            for g in range(3):
+                q = queries[head * 3 + g, i].double()
+                own = 0.3 * keys[head, pad:end].double() @ q
+                past = 0.3 * prefix[: lens[head]].double() @ q
+                expected = torch.cat([own, past]).softmax(0)[: end - pad]
+                torch.testing.assert_close(
+                    logits[g, t, pad:end].double(), own, rtol=1e-4, atol=1e-5
+                )
+                torch.testing.assert_close(
+                    probs[g, t, pad:end].double(), expected, rtol=1e-4, atol=1e-7
+                )
+                assert logits[g, t, :pad].eq(-torch.inf).all()
+                assert probs[g, t, end:].eq(0).all()
+    # Query i's own entry is 4 + i: head 1's first two queries are padding too.
+    assert seen == [(0, i) for i in range(5)] + [(1, i) for i in range(2, 5)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max", "sumsq"])
+def test_one_reduction_equals_all_of_them(reduction: ops.Reduction) -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(4, 6, 8), torch.randn(2, 9, 8)
     alone = ops.attention_scores(queries, keys, scaling=0.3, reductions=(reduction,))
-    every = ops.attention_scores(queries, keys, scaling=0.3, reductions=("mean", "max", "sumsq"))
+    names: tuple[ops.Reduction, ...] = ("mean", "sum", "max", "sumsq")
+    every = ops.attention_scores(queries, keys, scaling=0.3, reductions=names)
     assert list(alone) == [reduction]
     torch.testing.assert_close(alone[reduction], every[reduction], rtol=1e-6, atol=1e-9)
 
@@ -131,6 +285,7 @@ def test_inputs_are_not_written() -> None:
         (torch.zeros(2, 3, 4), {"tail_keys": torch.zeros(2, 2, 4)}, "tail keys"),
         (torch.zeros(2, 3, 4), {"first_query": -1}, "first_query"),
         (torch.zeros(2, 3, 4), {"prefix_keys": torch.zeros(2, 4)}, "together"),
+        (torch.zeros(2, 3, 4), {"min_distance": 1}, "first_query"),
     ],
 )
 def test_misuse_is_refused(queries: Tensor, extra: dict[str, Any], message: str) -> None:

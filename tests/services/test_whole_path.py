@@ -19,8 +19,11 @@ from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.services.store.process import StoreProcess
-from criticalkv.shared.config import Config, DecodeConfig, GatewayConfig
+from criticalkv.shared.cache.ragged import RaggedCache
+from criticalkv.shared.cache.wire import assemble
+from criticalkv.shared.config import Config, DecodeConfig, EvictionConfig, GatewayConfig
 from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.requests import (
     DecodeDelta,
@@ -30,6 +33,7 @@ from criticalkv.shared.requests import (
     PrefillRequest,
     PrefillResult,
 )
+from criticalkv.shared.store_client import StoreClient
 
 Factory = Callable[..., LoadedModel]
 Event = DecodeStart | DecodeDelta | DecodeEnd
@@ -86,8 +90,11 @@ class EngineWorkers:
 class Service:
     """A running gateway, and what tests ask of it."""
 
-    def __init__(self, model: LoadedModel, process: StoreProcess) -> None:
+    def __init__(
+        self, model: LoadedModel, process: StoreProcess, eviction: EvictionConfig | None = None
+    ) -> None:
         config = Config(
+            eviction=eviction or EvictionConfig(),
             gateway=GatewayConfig(implicit_breakpoint_tokens=200, decode_max_suffix_tokens=100),
             decode=DecodeConfig(max_num_seqs=4),
         )
@@ -120,7 +127,14 @@ class Service:
     ) -> Any:
         extension = {
             k: fields.pop(k)
-            for k in ("context_id", "read_tier", "policy", "store_tier")
+            for k in (
+                "context_id",
+                "read_tier",
+                "policy",
+                "turn_policy",
+                "store_tier",
+                "cache_salt",
+            )
             if k in fields
         }
         return self.client.chat.completions.create(
@@ -219,6 +233,40 @@ def test_damage_is_a_miss_then_recomputed(
     before = len(service.workers.prefills)
     assert text_of(service.ask("two?", handle, read_tier=0.4)) == text_of(expected)
     assert len(service.workers.prefills) == before, "the repaired node was not found"
+
+
+STEPWISE = "window+adakv+twostage:window=4,interval=8,target=10"
+
+
+def test_a_lost_turn_that_shrank_while_it_was_generated_is_prefilled_the_same(
+    service: Service, raw_valkey: redis.Redis
+) -> None:
+    context = service.register()
+    first = service.ask("one?", context["id"], read_tier=0.2, turn_policy=STEPWISE, max_tokens=30)
+    handle, node_id = first.criticalkv["handle"], first.criticalkv["node_id"]
+    store = service.workers._store
+    expected = service.ask("two?", handle, read_tier=0.2)
+    stored = read_node(store, node_id)
+    assert stored.tiers == ("1",)
+    assert stored.retained_fraction < 0.5
+    for key in segment_keys(raw_valkey, node_id):
+        raw_valkey.delete(key)
+    service.workers.fresh_decoder()
+    again = service.ask("two?", handle, read_tier=0.2)
+    lost = service.workers.prefills[-1]
+    assert (lost.node_id, lost.view) == (node_id, ("0.2",))
+    assert lost.policy == Policy.parse(STEPWISE).canonical()
+    assert text_of(again) == text_of(expected)
+    for one, two in zip(stored.layers, read_node(store, node_id).layers, strict=True):
+        assert torch.equal(one.positions, two.positions)
+        assert torch.equal(one.cu_seqlens, two.cu_seqlens)
+        torch.testing.assert_close(one.keys, two.keys, atol=1e-4, rtol=0)
+        torch.testing.assert_close(one.values, two.values, atol=1e-4, rtol=0)
+
+
+def read_node(store: StoreClient, node_id: str) -> RaggedCache:
+    with store.open_get(node_id) as reader:
+        return assemble(reader.manifest, reader.tier, reader)
 
 
 def test_without_a_record_lost_kv_is_a_404(service: Service, raw_valkey: redis.Redis) -> None:
@@ -373,3 +421,104 @@ def test_a_disconnect_frees_the_request(service: Service) -> None:
         time.sleep(0.01)
     assert service.workers.decoder.in_flight == 0
     assert text_of(service.ask("one?", context["id"])) is not None
+
+
+# ------------------------------------------------- better nodes in an old one's place
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def swapping(tiny_model: Factory, store_process: StoreProcess) -> Iterator[Service]:
+    eviction = EvictionConfig(policy="default", first_policy="snapkv", fold_after=3)
+    running = Service(tiny_model(seed=time.time_ns() % 10**9), store_process, eviction)
+    yield running
+    running.close()
+
+
+def test_no_answer_fails_or_is_wrong_while_a_context_is_refined(swapping: Service) -> None:
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    ask = [user([{"type": "text", "text": DOCUMENT, **mark}, {"type": "text", "text": "one?"}])]
+    # What each policy says, from nodes that nobody else sees.
+    said = {
+        Policy.parse(name).canonical(): text_of(
+            swapping.chat(ask, policy=name, read_tier=0.05, cache_salt=name)
+        )
+        for name in ("snapkv", "default")
+    }
+    seen = []
+    while seen[-5:] != [Policy.parse("default").canonical()] * 5:
+        assert len(seen) < 500
+        answer = swapping.chat(ask, read_tier=0.05)
+        policy = answer.criticalkv["policy"]
+        assert text_of(answer) == said[policy]
+        seen.append(policy)
+    assert seen[0] == Policy.parse("snapkv").canonical()
+    assert seen == sorted(seen, key=list(said).index)
+    cheap, better = swapping.workers.prefills[-2:]
+    assert (cheap.background, better.background) == (False, True)
+
+
+def test_a_refined_context_says_what_its_policy_says(swapping: Service) -> None:
+    handle = swapping.register()["id"]
+    path = f"/contexts/{handle}"
+    wait_for(lambda: swapping.client.get(path, cast_to=dict[str, Any])["refinement"] == "done")
+    refined = swapping.ask("one?", handle, read_tier=0.1)
+    named = swapping.register(policy="default", cache_salt="named")
+    assert text_of(refined) == text_of(swapping.ask("one?", named["id"], read_tier=0.1))
+    assert refined.criticalkv["policy"] == named["policy"]
+
+
+def test_a_folded_conversation_goes_on_as_the_untouched_model_would(swapping: Service) -> None:
+    handle = swapping.register(store_tier=1.0, first_policy=None)["id"]
+    tier = {"read_tier": 1.0, "store_tier": 1.0}
+    for question in ("one?", "two?", "three?"):
+        answer = swapping.ask(question, handle, **tier)
+        handle = answer.criticalkv["handle"]
+    wait_for(lambda: swapping.workers.prefills[-1].background)
+    fold = swapping.workers.prefills[-1]
+    wait_for(
+        lambda: (
+            swapping.client.get(f"/contexts/{handle}", cast_to=dict[str, Any])["node_id"]
+            == fold.node_id
+        )
+    )
+    swapping.workers.fresh_decoder()
+    last = swapping.ask("four?", handle, **tier, max_tokens=12)
+    request = swapping.workers.decodes[-1]
+    assert (request.parent, request.view, fold.ancestors) == (fold.node_id, ("1",), ())
+    assert last.criticalkv["tier"] == "1"
+    said = tokens_of(swapping, answer.criticalkv["node_id"])
+    assert list(fold.token_ids) == said
+    theirs = untouched(swapping, [*said, *request.token_ids])
+    shown = text_of(last)
+    assert shown
+    assert theirs.startswith(shown)
+    assert set(theirs[len(shown) :]) <= {"\ufffd"}
+
+
+def tokens_of(service: Service, leaf: str) -> list[int]:
+    """The tokens of a chain, and what its end left pending."""
+    store = service.workers._store
+    records = store.token_records([*store.stat([leaf])[0].ancestors, leaf])
+    assert all(records)
+    ids = [token for record in records if record for token in record.token_ids]
+    return [*ids, *(records[-1].pending_ids if records[-1] else ())]
+
+
+def untouched(service: Service, ids: list[int]) -> str:
+    """What plain transformers says after these tokens."""
+    model = service.workers._model.model
+    model.set_attn_implementation("sdpa")
+    try:
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+    finally:
+        model.set_attn_implementation("criticalkv")
+    return str(service.workers._model.chat.decode(out[0, len(ids) :].tolist()))

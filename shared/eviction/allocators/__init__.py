@@ -13,7 +13,10 @@ from torch import Tensor
 
 from criticalkv.shared.eviction.allocators.adakv import adakv
 from criticalkv.shared.eviction.allocators.contest import Contest
+from criticalkv.shared.eviction.allocators.duo import duo
+from criticalkv.shared.eviction.allocators.headkv import headkv
 from criticalkv.shared.eviction.allocators.model import model
+from criticalkv.shared.eviction.allocators.pyramidkv import pyramidkv
 from criticalkv.shared.eviction.allocators.uniform import uniform
 from criticalkv.shared.eviction.policy import Allocator
 
@@ -22,5 +25,8 @@ AllocatorFn = Callable[[Contest], Tensor]
 ALLOCATORS: dict[Allocator, AllocatorFn] = {
     "uniform": uniform,
     "adakv": adakv,
+    "headkv": headkv,
+    "pyramidkv": pyramidkv,
+    "duo": duo,
     "model": model,
 }

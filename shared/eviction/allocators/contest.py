@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from criticalkv.shared.eviction.orders import Ranked, floor_of
@@ -39,3 +41,40 @@ class Contest:
     def per_head(self) -> int:
         """The uniform budget, ⌊tokens · tier⌋, at least 1."""
         return max(1, floor_of(self.tier, self.tokens))
+
+    @property
+    def heads(self) -> int:
+        """KV heads per layer."""
+        return self.forced.shape[1]
+
+    @property
+    def n(self) -> int:
+        """Entries per head."""
+        return self.forced.shape[2]
+
+    def forced_of_all(self) -> list[int]:
+        """Forced entries of all heads of all evictable layers, layer after layer.
+
+        Allocators that know no scores decide on the whole model at once. A layer that is
+        streamed alone stands for the others: their forced entries are as many.
+        """
+        counts = self.forced.sum(-1)
+        if self.layers != self.evictable:
+            counts = counts[:1].expand(len(self.evictable), -1)
+        return [int(c) for c in counts.flatten().tolist()]
+
+    def uniform_of_all(self) -> list[int]:
+        """The uniform budgets of the same heads."""
+        budget = min(self.n, self.per_head)
+        return [max(forced, budget) for forced in self.forced_of_all()]
+
+    def importance(self) -> list[float]:
+        """The profile's importance of the same heads."""
+        if self.profile is None:
+            raise ValueError(f"{self.policy.allocator} needs the model's profile")
+        return [x for layer in self.evictable for x in self.profile.importance[layer]]
+
+    def rows(self, budgets: Sequence[int]) -> Tensor:
+        """Cut the budgets of all heads to this contest's: int64 [layers, num_kv_heads]."""
+        table = torch.tensor(budgets, device=self.forced.device).view(-1, self.heads)
+        return table[[self.evictable.index(layer) for layer in self.layers]]

@@ -41,6 +41,20 @@ class ReplayScorer:
             total = self._sumsq[layer]
             self._sumsq[layer] = sumsq if total is None else total + sumsq
 
+    def add_own(self, layer: int, sumsq: Tensor) -> None:
+        """Add what the context's own far queries attended to, times `self_weight`.
+
+        Relative scores are linear in the sum of squares, so r of `replay` becomes
+        r + self_weight · r of scorer `self` over the same context.
+
+        Args:
+            layer: index of the layer.
+            sumsq: fp32 [num_kv_heads, group_size, n], see `own.own_sumsq`.
+        """
+        weighted = float(self._policy.self_weight) * sumsq
+        total = self._sumsq[layer]
+        self._sumsq[layer] = weighted if total is None else total + weighted
+
     def layer_scores(self, layer: int, *, values: Tensor, w_o: Tensor) -> LayerScores:
         """Return a layer's scores after the last chunk.
 

@@ -31,18 +31,23 @@ def window(policy: Policy, layer: ContextLayer) -> LayerScores:
         values=layer.values,
         w_o=layer.w_o,
         sumsq=reduced.get("sumsq"),
+        real=layer.real,
     )
 
 
 def pool(attention: Tensor, before: int, policy: Policy) -> Tensor:
-    """Pool the first `before` columns of [num_kv_heads, n]; the rest is untouched.
+    """Pool the first `before` columns of [num_kv_heads, n]; the rest is untouched."""
+    if before == 0:
+        return attention
+    pooled = pool_rows(attention[:, None, :before], policy)
+    return torch.cat([pooled[:, 0], attention[:, before:]], dim=1)
+
+
+def pool_rows(rows: Tensor, policy: Policy) -> Tensor:
+    """Pool each row of [a, b, n ≥ 1] over its neighbours, stride 1, same length.
 
     Average pooling pads with zeros, as the method's code does, so that the first
     entries lose weight.
     """
-    if before == 0:
-        return attention
     pooling = F.max_pool1d if policy.pooling == "max" else F.avg_pool1d
-    width = policy.kernel
-    pooled = pooling(attention[:, None, :before], width, stride=1, padding=width // 2)
-    return torch.cat([pooled[:, 0], attention[:, before:]], dim=1)
+    return pooling(rows, policy.kernel, stride=1, padding=policy.kernel // 2)

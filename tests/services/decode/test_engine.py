@@ -320,7 +320,7 @@ def test_any_publishing_error_is_reported_with_the_answer(
     def broken(*_: Any, **__: Any) -> Any:
         raise ValueError("planted")
 
-    monkeypatch.setattr(engine_module, "publish_dense", broken)
+    monkeypatch.setattr(engine_module, "publish_cache", broken)
     end = list(local.decode.generate(request()))[-1]
     assert isinstance(end, DecodeEnd)
     assert end.publish_error == "publishing failed: ValueError"
@@ -337,7 +337,7 @@ def test_hanging_publications_do_not_keep_new_requests_waiting(
         release.wait(30)
         raise ValueError("planted")
 
-    monkeypatch.setattr(engine_module, "publish_dense", hanging)
+    monkeypatch.setattr(engine_module, "publish_cache", hanging)
     with LocalEngine(tiny_model(), decode=DecodeConfig(max_num_seqs=8)) as local:
         events: queue.Queue[Any] = queue.Queue()
         for _ in range(4):

@@ -23,8 +23,9 @@ from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.store.process import StoreProcess
 from criticalkv.shared.cache.ragged import RaggedLayer, cu_seqlens_of
-from criticalkv.shared.config import Config, GatewayConfig
+from criticalkv.shared.config import Config, EvictionConfig, GatewayConfig
 from criticalkv.shared.errors import NodeMissingError
+from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.chat import ChatTemplate, tokenizer_digest
 from criticalkv.shared.publish import NodePublisher
@@ -64,6 +65,8 @@ class ScriptedWorkers:
     prefills: list[PrefillRequest] = field(default_factory=list)
     decodes: list[DecodeRequest] = field(default_factory=list)
     prefill_delay: float = 0.0
+    hold_background: threading.Event | None = None
+    fail_background: list[Exception] = field(default_factory=list)
     token_delay: float = 0.0
     say: Callable[[DecodeRequest], str] = lambda request: f"seed {request.sampling.seed}"
     finish: str = "stop"
@@ -82,6 +85,15 @@ class ScriptedWorkers:
         except asyncio.CancelledError:
             self.cancelled_prefills += 1
             raise
+        if request.background and self.hold_background is not None:
+            try:
+                while not self.hold_background.is_set():
+                    await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                self.cancelled_prefills += 1
+                raise
+        if request.background and self.fail_background:
+            raise self.fail_background.pop(0)
         if self.fail_prefill:
             raise self.fail_prefill.pop(0)
         return await asyncio.to_thread(self._prefill, request)
@@ -137,7 +149,8 @@ class ScriptedWorkers:
         )
         assert identity.node_id == request.node_id
         below = [t for t in Config().eviction.tiers if Decimal(t) < Decimal(request.store_tier)]
-        tiers = ["1"] if request.policy == POLICY_DENSE else [*below, request.store_tier]
+        one_tier = request.policy == POLICY_DENSE or Policy.parse(request.policy).is_stepwise
+        tiers = ["1"] if one_tier else [*below, request.store_tier]
         before = parent.next_position if parent else 0
         manifest = self._publish(
             identity,
@@ -175,7 +188,7 @@ class ScriptedWorkers:
     ) -> DecodeEnd:
         new = self.template.encode_content(text)
         ids = (*request.token_ids, *new)
-        identity = self._identity(POLICY_DENSE, request.salt, ancestors, view, ids)
+        identity = self._identity(request.policy, request.salt, ancestors, view, ids)
         published = self.publish_error is None and self.finish != "cancelled"
         if published:
             self._publish(
@@ -287,13 +300,19 @@ def gateway_factory(store_process: StoreProcess) -> Iterator[Callable[..., Gatew
     """Start gateways with given settings; stop them at the end."""
     stops: list[Callable[[], None]] = []
 
-    def make(template: str = CHATML, max_positions: int = 4096, **settings: Any) -> Gateway:
+    def make(
+        template: str = CHATML,
+        max_positions: int = 4096,
+        eviction: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Gateway:
         tokenizer = byte_tokenizer(template)
         model = ServedModel(tokenizer_digest(tokenizer), max_positions=max_positions)
         config = Config(
+            eviction=EvictionConfig(**(eviction or {})),
             gateway=GatewayConfig(
                 **{"implicit_breakpoint_tokens": 100, "decode_max_suffix_tokens": 64, **settings}
-            )
+            ),
         )
         store = store_process.client()
         workers = ScriptedWorkers(store, model, ChatTemplate(tokenizer))

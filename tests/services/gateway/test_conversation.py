@@ -14,6 +14,7 @@ from criticalkv.services.gateway.lookup import answers_with
 from criticalkv.services.gateway.workers import WorkerLostError
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import LeaseLostError, NodeMissingError, StoreFullError
+from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE
 
 DOC = "d" * 150
@@ -521,3 +522,49 @@ def test_a_turns_record_is_compared_after_its_generation_prompt(gateway: Any) ->
     assert answers_with(record, "no", template)
     assert answers_with(record, "n", template)  # a stop string may have cut the rest
     assert not answers_with(record, "yes", template)
+
+
+# ------------------------------------------------- turns that shrink while they run
+
+STEPWISE = "window+adakv+plain:interval=64,target=48"
+
+
+def test_a_turn_policy_reaches_decode_and_its_handle_is_rebuilt_under_it(gateway: Any) -> None:
+    canonical = Policy.parse(STEPWISE).canonical()
+    answer = gateway.chat([user(marked(DOC), "one?")], criticalkv={"turn_policy": STEPWISE})
+    ours = extension(answer)
+    assert [d.policy for d in gateway.workers.decodes] == [canonical]
+    gateway.chat([user("two?")], criticalkv={"context_id": ours["handle"]})
+    assert gateway.workers.decodes[-1].policy == POLICY_DENSE
+    assert gateway.workers.decodes[-1].view == ("0.4", "1")
+    # A tier is none of its budgets: it has one, whatever is asked for.
+    low = {"context_id": ours["handle"], "read_tier": 0.1}
+    gateway.chat([user("two?")], criticalkv=low)
+    assert gateway.workers.decodes[-1].view == ("0.1", "1")
+    lose(gateway, ours["node_id"])
+    before = len(gateway.workers.prefills)
+    extension(gateway.chat([user("three?")], criticalkv={"context_id": ours["handle"]}))
+    rebuilt = gateway.workers.prefills[before:]
+    assert [(p.node_id, p.policy) for p in rebuilt] == [(ours["node_id"], canonical)]
+
+
+def test_the_servers_turn_policy_is_the_default(make_gateway: Callable[..., Any]) -> None:
+    gateway = make_gateway(eviction={"turn_policy": STEPWISE})
+    canonical = Policy.parse(STEPWISE).canonical()
+    gateway.chat([user("one?")])
+    gateway.chat([user("one?")], criticalkv={"turn_policy": None})
+    gateway.chat([user("one?")], criticalkv={"turn_policy": "dense"})
+    assert [d.policy for d in gateway.workers.decodes] == [canonical, canonical, POLICY_DENSE]
+
+
+def test_resent_history_never_finds_a_turn_that_evicted_unasked(gateway: Any) -> None:
+    stepwise = {"criticalkv": {"turn_policy": STEPWISE}}
+    messages = [user(marked(DOC), "one?")]
+    answer = gateway.chat(messages, **stepwise)
+    node_id = extension(answer)["node_id"]
+    said = answer.json()["choices"][0]["message"]["content"]
+    resent = [*messages, assistant(said), user("two?")]
+    gateway.chat(resent)
+    assert node_id not in (gateway.workers.decodes[-1].parent, gateway.workers.prefills[-1].node_id)
+    gateway.chat(resent, **stepwise)
+    assert gateway.workers.decodes[-1].parent == node_id

@@ -3,12 +3,12 @@
 import logging
 from decimal import Decimal
 from itertools import product
-from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import IDS, MATRIX, make_policy, make_profile, whole_model
 from torch import Tensor
 
 from criticalkv.shared.cache.ragged import RaggedCache, dense_layer
@@ -20,15 +20,13 @@ from criticalkv.shared.cache.ranking import (
 )
 from criticalkv.shared.errors import NumericsError
 from criticalkv.shared.eviction import allocators
-from criticalkv.shared.eviction.orders import Ranked
-from criticalkv.shared.eviction.plan import Plan
+from criticalkv.shared.eviction.allocators.contest import Contest
+from criticalkv.shared.eviction.plan import Place, Plan
 from criticalkv.shared.eviction.policy import Allocator, Policy, Selector
 from criticalkv.shared.eviction.scores import LayerScores
 
 torch.set_num_threads(1)
 
-MATRIX = list(product(get_args(Allocator), get_args(Selector)))
-IDS = ["+".join(parts) for parts in MATRIX]
 TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8", "1")
 
 
@@ -68,27 +66,27 @@ def as_sets(heads: list[list[list[int]]]) -> list[list[set[int]]]:
 def test_reading_a_tier_equals_compressing_at_it(
     allocator: Allocator, selector: Selector, seed: int, n: int, forced: int, tiers: list[int]
 ) -> None:
-    policy = Policy.parse(f"replay+{allocator}+{selector}")
-    layers = make_layers(seed, 2, 3, n, forced)
+    policy = make_policy("replay", allocator, selector)
+    layers, place = make_layers(seed, 2, 3, n, forced), whole_model(2, 3, seed)
     names = [str(Decimal(t) / 100) for t in sorted(tiers)]
-    ranking = rank_layers(layers, policy, names)
+    ranking = rank_layers(layers, policy, names, place)
     assert ranking.nested
     assert ranking.tiers == tuple(names)
     for k, tier in enumerate(names):
         read = heads_of(ranking, k)
-        direct = rank_layers(layers, policy, (tier,))
+        direct = rank_layers(layers, policy, (tier,), place)
         assert as_sets(read) == as_sets(heads_of(direct))
-        assert read == heads_of(rank_layers(layers, policy, names[: k + 1]))
+        assert read == heads_of(rank_layers(layers, policy, names[: k + 1], place))
 
 
 @pytest.mark.parametrize(("allocator", "selector"), MATRIX, ids=IDS)
 def test_rank_is_first_tier_then_score_then_index(allocator: Allocator, selector: Selector) -> None:
-    policy = Policy.parse(f"replay+{allocator}+{selector}")
-    layers = make_layers(4, 3, 2, 37, 5)
-    plan = Plan(layers, policy)
+    policy = make_policy("replay", allocator, selector)
+    layers, place = make_layers(4, 3, 2, 37, 5), whole_model(3, 2)
+    plan = Plan(layers, policy, place)
     masks = [plan.select(tier) for tier in TIERS]
     name = {"plain": "attention", "twostage": "critical"}.get(selector, selector)
-    ranking = rank_layers(layers, policy, TIERS)
+    ranking = rank_layers(layers, policy, TIERS, place)
     for layer, h in product(range(3), range(2)):
         score = layers[layer].needed(name)[h]
 
@@ -105,9 +103,8 @@ def test_tier_one_is_lossless(allocator: Allocator, selector: Selector, n: int) 
     torch.manual_seed(n)
     keys = torch.randn(3, n, 8).bfloat16()
     values = torch.randn(3, n, 8).bfloat16()
-    ranking = rank_layers(
-        make_layers(n, 1, 3, n, 4), Policy.parse(f"replay+{allocator}+{selector}"), TIERS
-    )
+    policy = make_policy("replay", allocator, selector)
+    ranking = rank_layers(make_layers(n, 1, 3, n, 4), policy, TIERS, whole_model(1, 3))
     layer = build_layer(ranking, 0, keys, values, 1000)
     assert layer.lens.tolist() == [n] * 3
     for h in range(3):
@@ -121,9 +118,8 @@ def test_tier_one_is_lossless(allocator: Allocator, selector: Selector, n: int) 
 @pytest.mark.parametrize(("allocator", "selector"), MATRIX, ids=IDS)
 def test_build_layer_gathers_the_ranked_entries(allocator: Allocator, selector: Selector) -> None:
     keys, values = torch.randn(2, 21, 8), torch.randn(2, 21, 8)
-    ranking = rank_layers(
-        make_layers(1, 2, 2, 21, 3), Policy.parse(f"replay+{allocator}+{selector}"), ("0.2", "0.5")
-    )
+    policy = make_policy("replay", allocator, selector)
+    ranking = rank_layers(make_layers(1, 2, 2, 21, 3), policy, ("0.2", "0.5"), whole_model(2, 2))
     cache = RaggedCache(
         tuple(build_layer(ranking, i, keys, values, 7) for i in range(2)),
         21,
@@ -142,12 +138,16 @@ def test_build_layer_gathers_the_ranked_entries(allocator: Allocator, selector: 
                 assert positions.tolist() == [7 + x for x in indices]
 
 
-def test_layers_that_keep_all_are_outside_the_budget() -> None:
+@pytest.mark.parametrize(("allocator", "selector"), MATRIX, ids=IDS)
+def test_layers_that_keep_all_are_outside_the_budget(
+    allocator: Allocator, selector: Selector
+) -> None:
     """A sliding-window layer may be shorter and changes nothing for the others."""
-    policy = Policy.parse("replay+model+relative")
+    policy = make_policy("replay", allocator, selector)
     full = make_layers(2, 2, 2, 40, 3)
-    alone = rank_layers(full, policy, TIERS)
-    mixed = rank_layers([full[0], LayerScores.everything(2, 16), full[1]], policy, TIERS)
+    place = Place((0, 2), (0, 2), make_profile(3, 2))
+    alone = rank_layers(full, policy, TIERS, place)
+    mixed = rank_layers([full[0], LayerScores.everything(2, 16), full[1]], policy, TIERS, place)
     assert torch.equal(mixed.tier_lens[:, [0, 2]], alone.tier_lens)
     assert mixed.tier_lens[:, 1].eq(16).all()
     assert heads_of(mixed)[1] == [list(range(16))] * 2
@@ -164,26 +164,35 @@ def test_dense_node_is_in_position_order() -> None:
         assert getattr(built, name).dtype == getattr(dense, name).dtype
 
 
-@pytest.mark.parametrize("allocator", ["uniform", "adakv"])
+@pytest.mark.parametrize("allocator", ["uniform", "adakv", "headkv", "pyramidkv", "duo"])
 def test_streamed_layers_join_to_the_whole(allocator: str) -> None:
-    policy = Policy.parse(f"window+{allocator}+twostage:window=4")
-    layers = [*make_layers(6, 3, 2, 30, 4), LayerScores.everything(2, 12)]
-    whole = rank_layers(layers, policy, TIERS)
-    joined = join_rankings([rank_layers([layer], policy, TIERS) for layer in layers])
+    selector = "plain" if allocator == "duo" else "twostage"
+    policy = make_policy("window", allocator, selector, window=4)
+    layers = make_layers(6, 4, 2, 30, 4)
+    layers[1] = LayerScores.everything(2, 12)
+    evictable, profile = (0, 2, 3), make_profile(4, 2, 1)
+    whole = rank_layers(layers, policy, TIERS, Place(evictable, evictable, profile))
+    places = [Place((i,), evictable, profile) for i in range(4)]
+    joined = join_rankings(
+        [
+            rank_layers([layer], policy, TIERS, place)
+            for layer, place in zip(layers, places, strict=True)
+        ]
+    )
     assert joined.tiers == whole.tiers
     assert joined.nested
     assert torch.equal(joined.tier_lens, whole.tier_lens)
     assert heads_of(joined) == heads_of(whole)
     with pytest.raises(ValueError, match="same tiers"):
-        join_rankings([whole, rank_layers(layers, policy, TIERS[:2])])
+        join_rankings([whole, rank_layers(layers[:1], policy, TIERS[:2], places[0])])
 
 
 def test_without_nesting_only_the_highest_tier_remains(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def shrinking(ranked: Ranked, forced: Tensor, tier: str, policy: Policy) -> Tensor:
-        budgets = allocators.uniform(ranked, forced, tier, policy)
-        budgets[..., 0] = 12 if tier == "0.2" else 3
+    def shrinking(contest: Contest) -> Tensor:
+        budgets = allocators.uniform(contest)
+        budgets[..., 0] = 12 if contest.tier == "0.2" else 3
         return budgets
 
     monkeypatch.setitem(allocators.ALLOCATORS, "uniform", shrinking)

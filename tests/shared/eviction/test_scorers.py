@@ -5,89 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from naive_layer import GROUP, HEADS, SCALING, Layer, close
 from torch import Tensor
 
 from criticalkv.kernels import ops
-from criticalkv.shared.errors import NumericsError
+from criticalkv.shared.errors import NumericsError, PolicyError
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.scorers.own import own, own_sumsq
 from criticalkv.shared.eviction.scorers.replay import ReplayScorer
 from criticalkv.shared.eviction.scorers.window import window
 from criticalkv.shared.eviction.scores import LayerScores
 
 torch.set_num_threads(1)
-
-HEADS, GROUP, DIM, WIDTH, SCALING = 2, 3, 16, 40, 0.4
-
-
-class Layer:
-    """Random tensors of one layer over n tokens, with a ragged parent."""
-
-    def __init__(self, n: int, m: int, *, tail: int = 0, parent: tuple[int, ...] | None = (4, 0)):
-        torch.manual_seed(n * 100 + m)
-        self.n = n
-        self.queries = torch.randn(HEADS * GROUP, m, DIM)
-        self.keys, self.values = torch.randn(HEADS, n, DIM), torch.randn(HEADS, n, DIM)
-        self.w_o = torch.randn(WIDTH, HEADS * GROUP * DIM) / 8
-        self.out = torch.randn(HEADS * GROUP, m, DIM)
-        self.tail = torch.randn(HEADS, tail, DIM)
-        lens = parent or (0, 0)
-        self.prefix = [torch.randn(k, DIM) for k in lens]
-        self.parent: dict[str, Tensor] = {}
-        if parent:
-            cu = torch.tensor([0, *lens]).cumsum(0)
-            self.parent = {"prefix_keys": torch.cat(self.prefix), "prefix_cu": cu}
-
-    @property
-    def output_norm(self) -> Tensor:
-        """‖o_q‖₂ after W_O, fp64 [m]."""
-        joined = self.out.double().transpose(0, 1).flatten(1)
-        return (joined @ self.w_o.double().T).norm(dim=-1)
-
-    def context(self) -> ContextLayer:
-        return ContextLayer(
-            queries=self.queries,
-            out=self.out,
-            keys=self.keys,
-            values=self.values,
-            w_o=self.w_o,
-            scaling=SCALING,
-            **self.parent,
-        )
-
-    def attention(self, h: int, i: int, visible: int, tail: int) -> Tensor:
-        """Softmaxed attention of query i of query head h to the n own entries, fp64 [n]."""
-        kv = h // GROUP
-        keys = torch.cat([self.prefix[kv], self.keys[kv, :visible], self.tail[kv, :tail]])
-        a = (SCALING * keys.double() @ self.queries[h, i].double()).softmax(0)
-        own = a[len(self.prefix[kv]) : len(self.prefix[kv]) + visible]
-        return torch.cat([own, torch.zeros(self.n - visible, dtype=torch.float64)])
-
-    def norm(self, kv: int, i: int, p: int) -> list[float]:
-        """‖v W_O‖_p of entry i for each query head of the group."""
-        out = []
-        for h in range(kv * GROUP, (kv + 1) * GROUP):
-            w = self.w_o[:, h * DIM : (h + 1) * DIM].double()
-            out.append(float((w @ self.values[kv, i].double()).norm(p)))
-        return out
-
-    def critical(self, attention: Tensor, eps: float, p: int) -> Tensor:
-        out = torch.zeros(HEADS, self.n, dtype=torch.float64)
-        for kv in range(HEADS):
-            for i in range(self.n):
-                out[kv, i] = (attention[kv, i] + eps) * sum(self.norm(kv, i, p)) / GROUP
-        return out
-
-    def relative(self, seen: Callable[[int, int], Tensor]) -> Tensor:
-        out = torch.zeros(HEADS, self.n, dtype=torch.float64)
-        for kv in range(HEADS):
-            for g in range(GROUP):
-                for q in range(self.queries.shape[1]):
-                    a = seen(kv * GROUP + g, q)
-                    for i in range(self.n):
-                        share = a[i] * self.norm(kv, i, 2)[g] / self.output_norm[q].double()
-                        out[kv, i] += share**2
-        return out
 
 
 def window_scores(policy: Policy, layer: Layer) -> LayerScores:
@@ -108,12 +38,6 @@ def naive_window(layer: Layer, w: int, kernel: int) -> Tensor:
             low, high = max(0, i - kernel // 2), min(layer.n - w, i + kernel // 2 + 1)
             pooled[kv, i] = max(float(x) for x in mean[kv, low:high])
     return pooled
-
-
-def close(got: Tensor | None, expected: Tensor) -> None:
-    assert got is not None
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("parent", [None, (4, 0)], ids=["root", "child"])
@@ -168,6 +92,10 @@ def test_window_needs_its_queries() -> None:
 
 
 def replay(policy: Policy, chunks: list[Layer]) -> LayerScores:
+    return fed(policy, chunks).layer_scores(1, values=chunks[0].values, w_o=chunks[0].w_o)
+
+
+def fed(policy: Policy, chunks: list[Layer]) -> ReplayScorer:
     scorer = ReplayScorer(policy, 2)
     for chunk in chunks:
         reduced = ops.attention_scores(
@@ -180,7 +108,7 @@ def replay(policy: Policy, chunks: list[Layer]) -> LayerScores:
             **chunks[0].parent,
         )
         scorer.add_chunk(1, reduced["max"], reduced["sumsq"])
-    return scorer.layer_scores(1, values=chunks[0].values, w_o=chunks[0].w_o)
+    return scorer
 
 
 def replay_chunks(n: int) -> list[Layer]:
@@ -263,3 +191,36 @@ def test_relative_is_the_share_of_the_output() -> None:
     layer = ContextLayer(queries=q, out=out, keys=keys, values=values, w_o=w_o, scaling=0.3)
     scores = window(Policy.parse("window+uniform+relative:window=1"), layer)
     torch.testing.assert_close(scores.needed("relative").sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("weight", ["0", "0.5", "3"])
+def test_replay_adds_the_context_s_own_queries(weight: str) -> None:
+    """relative = relative of replay + self_weight · relative of self, nothing else changes."""
+    n = 13
+    context = Layer(n, n)
+    chunks = replay_chunks(n)
+    for chunk in chunks:
+        for name in ("keys", "values", "w_o", "prefix", "parent"):
+            setattr(chunk, name, getattr(context, name))
+    policy = replay_policy("relative", self_weight=weight)
+    own_policy = Policy.parse("self+model+relative:distance=64")
+    near = Policy.parse("self+model+relative:distance=3")
+    for far, expected_policy in ((64, own_policy), (3, near)):
+        scorer = fed(policy, chunks)
+        scorer.add_own(1, own_sumsq(policy.model_copy(update={"distance": far}), context.context()))
+        scores = scorer.layer_scores(1, values=context.values, w_o=context.w_o)
+        plain = replay(policy, chunks)
+        added = own(expected_policy, context.context()).needed("relative")
+        assert bool(added.any()) == (far == 3)
+        torch.testing.assert_close(
+            scores.needed("relative"), plain.needed("relative") + float(weight) * added
+        )
+        assert torch.equal(scores.attention, plain.attention)
+        assert torch.equal(scores.forced, plain.forced)
+
+
+def test_self_weight_needs_relative_scores() -> None:
+    with pytest.raises(PolicyError, match="self_weight"):
+        replay_policy("plain", self_weight=1)
+    with pytest.raises(PolicyError, match="self_weight"):
+        Policy.parse("window+model+relative:self_weight=1")

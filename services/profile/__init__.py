@@ -1,0 +1,1 @@
+"""Profile: find out which KV heads of a model retrieve."""

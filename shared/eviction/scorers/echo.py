@@ -1,0 +1,86 @@
+"""Echo scorer: the context's own queries, asked again from behind the context.
+
+Replay (`replay`) lets the model repeat the context, because heads that copy then attend
+to what comes next. They do the same for the queries of the first pass, if these are
+moved, by RoPE, to positions behind the context and may see all of it: a replay without a
+second forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from criticalkv.kernels import ops
+from criticalkv.shared.eviction.context_layer import ContextLayer, Rotation
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.scorers.own import own_sumsq
+from criticalkv.shared.eviction.scorers.rotary import rotate
+from criticalkv.shared.eviction.scores import LayerScores, uses_relative
+
+
+def echo(policy: Policy, layer: ContextLayer) -> LayerScores:
+    """Score a layer's entries by what all of its queries attend to from behind.
+
+    The context is cut into chunks of `chunk` tokens. Each chunk's queries, and its keys
+    once more as the echo's own, move to the positions right behind the context. A query
+    sees the ancestors' entries, the whole context and, causally, its own chunk's echo;
+    the softmax runs over all of it and the context's columns are scored.
+
+    Attention is the max over queries and the group. Relative scores weigh each query by
+    the layer's output in the first pass; with `self_weight` λ they add λ · those of
+    scorer `self`. The first `sinks` and last `recent` entries are forced. Reads n²
+    attention weights, a block of queries at a time.
+    """
+    if layer.rotation is None:
+        raise ValueError("echo needs the model's rotation")
+    echoed = _echoed(policy, layer, layer.rotation)
+    sumsq = echoed.get("sumsq")
+    if sumsq is not None and policy.self_weight:
+        sumsq = sumsq + float(policy.self_weight) * own_sumsq(policy, layer)
+    return LayerScores.of(
+        policy,
+        # Nobody reads attention where relative scores decide alone.
+        next(iter(echoed.values())).amax(1),
+        layer.first(policy.sinks) | layer.last(policy.recent),
+        values=layer.values,
+        w_o=layer.w_o,
+        sumsq=sumsq,
+    )
+
+
+def _reductions(policy: Policy) -> tuple[ops.Reduction, ...]:
+    if policy.selector == "relative":
+        return ("sumsq",)
+    return ("max", "sumsq") if uses_relative(policy) else ("max",)
+
+
+def _echoed(
+    policy: Policy, layer: ContextLayer, rotation: Rotation
+) -> dict[ops.Reduction, Tensor]:
+    """Return max_q A and Σ_q A²/‖o_q‖², as far as they are read.
+
+    Returns:
+        fp32 [num_kv_heads, group_size, n] each.
+    """
+    queries = layer.asking(layer.n)
+    weight = layer.output_weight(layer.n) if uses_relative(policy) else None
+    total: dict[ops.Reduction, Tensor] = {}
+    for begin in range(0, layer.n, policy.chunk):
+        here = slice(begin, begin + policy.chunk)
+        # RoPE depends on differences only: the whole chunk turns by one angle.
+        behind = layer.n - begin
+        reduced = ops.attention_scores(
+            rotate(queries[:, here], behind, rotation),
+            layer.keys,
+            scaling=layer.scaling,
+            reductions=_reductions(policy),
+            tail_keys=rotate(layer.keys[:, here], behind, rotation),
+            prefix_keys=layer.prefix_keys,
+            prefix_cu=layer.prefix_cu,
+            query_weight=None if weight is None else weight[here],
+        )
+        for name, more in reduced.items():
+            before = total.get(name, torch.zeros_like(more))
+            total[name] = torch.maximum(before, more) if name == "max" else before + more
+    return total

@@ -1,0 +1,47 @@
+"""Self scorer: what the context's own far queries attend to; no second forward.
+
+The file is not called `self`, which no reader of Python would expect to import.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from criticalkv.kernels import ops
+from criticalkv.shared.eviction.context_layer import ContextLayer
+from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.scores import LayerScores, uses_relative
+
+
+def own(policy: Policy, layer: ContextLayer) -> LayerScores:
+    """Score a layer's entries by all of the context's queries that are far enough away.
+
+    A query scores keys at least `distance` entries before its own. Attention is the max
+    over these queries and the group, relative scores sum over them. Entries that no query
+    is far from score 0. The first `sinks` and last `recent` entries are forced. Reads
+    n²/2 attention weights, a block of queries at a time.
+    """
+    reductions: tuple[ops.Reduction, ...] = ("max",)
+    if uses_relative(policy):
+        reductions = ("max", "sumsq")
+    reduced = _far(policy, layer, *reductions)
+    return LayerScores.of(
+        policy,
+        reduced["max"].amax(1),
+        layer.first(policy.sinks) | layer.last(policy.recent),
+        values=layer.values,
+        w_o=layer.w_o,
+        sumsq=reduced.get("sumsq"),
+        real=layer.real,
+    )
+
+
+def own_sumsq(policy: Policy, layer: ContextLayer) -> Tensor:
+    """Return Σ_q A²/‖o_q‖² over the far queries, fp32 [num_kv_heads, group_size, n]."""
+    return _far(policy, layer, "sumsq")["sumsq"]
+
+
+def _far(
+    policy: Policy, layer: ContextLayer, *reductions: ops.Reduction
+) -> dict[ops.Reduction, Tensor]:
+    return layer.attention(layer.queries.shape[1], *reductions, min_distance=policy.distance)
