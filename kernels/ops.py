@@ -71,6 +71,7 @@ def attention_scores(
     query_weight: Tensor | None = None,
     padding: Tensor | None = None,
     min_distance: int = 0,
+    query_stride: int = 1,
     block: int | None = None,
 ) -> dict[Reduction, Tensor]:
     """Return how strongly queries attend to each of `keys`, reduced over the queries.
@@ -107,14 +108,17 @@ def attention_scores(
             own column is one of them are none either: no reduction counts them.
         min_distance: a query only scores keys at least so many columns before its own;
             needs first_query. It still sees the nearer ones.
+        query_stride: with first_query, columns from one query's own to the next one's.
         block: queries per block; None: by size.
 
     Returns:
         for each reduction fp32 [num_kv_heads, group_size, n].
     """
     _check_attention(queries, keys, first_query, tail_keys, prefix_keys, prefix_cu)
-    if min_distance and first_query is None:
-        raise ValueError("min_distance needs first_query")
+    if (min_distance or query_stride != 1) and first_query is None:
+        raise ValueError("min_distance and query_stride need first_query")
+    if query_stride != 1 and padding is not None:
+        raise ValueError("query_stride and padding do not go together")
     sums = reference.attention_scores(
         queries,
         keys,
@@ -127,6 +131,7 @@ def attention_scores(
         query_weight=query_weight,
         padding=padding,
         min_distance=min_distance,
+        query_stride=query_stride,
         block=block,
     )
     return {name: sums[name] for name in reductions}
@@ -163,6 +168,7 @@ def attention_rows(
         prefix_keys=prefix_keys,
         prefix_cu=prefix_cu,
         padding=padding,
+        query_stride=1,
         block=block,
     )
 

@@ -85,6 +85,7 @@ def attention_rows(
     prefix_keys: Tensor | None,
     prefix_cu: Tensor | None,
     padding: Tensor | None,
+    query_stride: int,
     block: int | None,
 ) -> Iterator[AttentionRows]:
     """Yield the softmaxed scores of `keys`, a block of queries of one KV head at a time."""
@@ -103,7 +104,7 @@ def attention_rows(
             rows = grouped[h, :, begin : begin + step].float() * scaling
             logits = rows @ columns.T
             if first_query is not None:
-                _hide_future(logits[..., :n], first_query + begin)
+                _hide_future(logits[..., :n], first_query + begin * query_stride, query_stride)
             _hide_future(logits[..., n : n + tail.shape[0]], tail.shape[0] - m + begin)
             logits[..., : hidden[h]] = -torch.inf
             yield AttentionRows(h, begin, logits[..., :n], logits.softmax(-1)[..., :n])
@@ -129,6 +130,7 @@ def attention_scores(
     query_weight: Tensor | None,
     padding: Tensor | None,
     min_distance: int,
+    query_stride: int,
     block: int | None,
 ) -> dict[str, Tensor]:
     """Return the reductions over queries of the softmaxed scores of `keys`."""
@@ -148,12 +150,14 @@ def attention_scores(
         prefix_keys=prefix_keys,
         prefix_cu=prefix_cu,
         padding=padding,
+        query_stride=query_stride,
         block=block,
     ):
         count = probs.shape[1]
         weight = None if query_weight is None else query_weight[begin : begin + count].float()
         if first_query is not None and min_distance:
-            _drop_near(probs, first_query + begin - min_distance)
+            own = first_query + begin * query_stride
+            _drop_near(probs, own - min_distance, query_stride)
         _reduce({name: total[h] for name, total in sums.items()}, probs, weight)
         asked[h] += count
     if "mean" in sums:
@@ -166,21 +170,21 @@ def _block_elements(device: torch.device) -> int:
     return BLOCK_ELEMENTS * (1 if device.type == "cpu" else 256)
 
 
-def _hide_future(logits: Tensor, first: int) -> None:
-    """Mask in place what row i may not see: columns > first + i. Rows are dim -2."""
+def _hide_future(logits: Tensor, first: int, stride: int = 1) -> None:
+    """Mask in place what row i may not see: columns > first + i · stride. Rows are dim -2."""
     count, n = logits.shape[-2:]
     begin = max(0, first + 1)
     if begin >= n:
         return
-    row = torch.arange(first, first + count, device=logits.device)
+    row = torch.arange(first, first + count * stride, stride, device=logits.device)
     column = torch.arange(begin, n, device=logits.device)
     logits[..., begin:].masked_fill_(column > row[:, None], -torch.inf)
 
 
-def _drop_near(probs: Tensor, last: int) -> None:
-    """Zero in place what row i is too near to score: columns > last + i. Rows are dim -2."""
+def _drop_near(probs: Tensor, last: int, stride: int) -> None:
+    """Zero in place what row i is too near to score: columns > last + i · stride."""
     count, n = probs.shape[-2:]
-    row = torch.arange(last, last + count, device=probs.device)
+    row = torch.arange(last, last + count * stride, stride, device=probs.device)
     probs.masked_fill_(torch.arange(n, device=probs.device) > row[:, None], 0)
 
 

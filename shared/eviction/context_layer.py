@@ -11,6 +11,9 @@ from torch import Tensor
 from criticalkv.kernels import ops
 from criticalkv.shared.eviction.scores import finite
 
+MIN_NORM = 1e-12
+"""Norm of a layer's output below which it counts as this."""
+
 Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions int64 [p] → (cos, sin), fp32 [p, head_dim] each, as the model's RoPE has them."""
 
@@ -98,21 +101,25 @@ class ContextLayer:
         """‖o_q‖₂ of the last `count` queries after W_O, fp32 [count]."""
         return finite(ops.output_norms(self.out[:, -count:], self.w_o), "attention outputs")
 
+    def output_weight(self, count: int) -> Tensor:
+        """1/‖o_q‖² of the last `count` queries, fp32 [count]; silent ones count as tiny."""
+        return self.output_norms(count).clamp_min(MIN_NORM).square().reciprocal()
+
     def attention(
-        self, count: int, *reductions: ops.Reduction, min_distance: int = 0
+        self, count: int, *reductions: ops.Reduction, min_distance: int = 0, stride: int = 1
     ) -> dict[ops.Reduction, Tensor]:
         """Return what the last `count` queries attend to, see `ops.attention_scores`.
 
-        "sumsq" is weighted by 1/‖o_q‖².
+        "sumsq" is weighted by 1/‖o_q‖². Of the queries only each `stride`-th asks.
 
         Raises:
             ValueError, NumericsError: see `asking`.
         """
         queries, weight = self.asking(count), None
         if "sumsq" in reductions:
-            weight = self.output_norms(count).clamp_min(1e-12).square().reciprocal()
+            weight = self.output_weight(count)[::stride]
         return ops.attention_scores(
-            queries,
+            queries[:, ::stride],
             self.keys,
             scaling=self.scaling,
             reductions=reductions,
@@ -122,6 +129,7 @@ class ContextLayer:
             query_weight=weight,
             padding=self.padding,
             min_distance=min_distance,
+            query_stride=stride,
         )
 
     def attention_rows(self, count: int) -> Iterator[ops.AttentionRows]:

@@ -20,8 +20,15 @@ SCORERS: dict[str, Defaults] = {
     "expected": {"sinks": None, "future": None, "covariance": None, "vnorm": None},
     "obcache": {"window": None, "kernel": None, "pooling": None},
     "defensive": {"window": None, "kernel": 5, "pooling": "avg"},
-    "replay": {"sinks": None, "recent": None, "chunk": None, "self_weight": None, "share": None},
-    "self": {"sinks": None, "recent": None, "distance": None},
+    "replay": {
+        **{"sinks": None, "recent": None, "chunk": None},
+        **{"self_weight": None, "distance": None, "stride": None},
+    },
+    "echo": {
+        **{"sinks": None, "recent": None, "chunk": 128},
+        **{"self_weight": None, "distance": None, "stride": None},
+    },
+    "self": {"sinks": None, "recent": None, "distance": None, "stride": 1},
 }
 ALLOCATORS: dict[str, Defaults] = {
     "uniform": {},

@@ -27,6 +27,7 @@ Scorer = Literal[
     "obcache",
     "defensive",
     "replay",
+    "echo",
     "self",
 ]
 Allocator = Literal["uniform", "adakv", "headkv", "pyramidkv", "duo", "model"]
@@ -34,7 +35,7 @@ Selector = Literal["plain", "twostage", "critical", "relative"]
 Preset = Literal["paper", "official", "kvpress"]
 
 PARTS = ("scorer", "allocator", "selector")
-MAY_BE_RELATIVE = ("window", "h2o", "replay", "self")
+MAY_BE_RELATIVE = ("window", "h2o", "replay", "echo", "self")
 """Scorers that see single queries, whose share of the layer's output can be told."""
 STEPWISE = ("window", "h2o", "tova", "streaming", "knorm", "keydiff")
 """Scorers that can look again at what an earlier step left."""
@@ -81,12 +82,12 @@ class Policy(BaseModel):
     distance: int = Field(
         default=64, ge=1, le=8192, description="a query scores keys at least so far back (self)"
     )
+    stride: int = Field(
+        default=4, ge=1, le=1024, description="each so-many-th query asks (self, self_weight)"
+    )
     chunk: int = Field(default=512, ge=16, le=8192, description="replayed tokens per chunk")
     self_weight: Decimal = Field(
-        default=Decimal(0), ge=0, le=16, description="weight of self scores beside replay's"
-    )
-    share: Decimal = Field(
-        default=Decimal(1), gt=0, le=1, description="share of the context that is replayed"
+        default=Decimal(0), ge=0, le=16, description="weight of self scores (replay, echo)"
     )
     # Allocators.
     safeguard: Decimal = Field(

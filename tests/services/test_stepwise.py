@@ -215,7 +215,7 @@ def test_a_long_turn_shrinks_again_and_again(policy: str, tiny_model: Factory) -
 # ---------------------------------------------------- one node, whatever computed it
 
 
-def lowest_margin(one: RaggedCache, two: RaggedCache) -> float:
+def difference(one: RaggedCache, two: RaggedCache) -> float:
     """Largest difference of the KV of two caches with the same entries."""
     assert positions_of(one) == positions_of(two)
     return max(
@@ -275,15 +275,31 @@ def test_a_generated_node_is_the_prefilled_one(
         context, random_ids(12, 2), policy=policy, max_tokens=new_tokens, ignore_eos=True
     )
     generated = read(local, turn)
-    assert lowest_margin(generated, rebuilt(local, turn)) < 1e-4
+    assert difference(generated, rebuilt(local, turn)) < 1e-4
 
 
 @pytest.mark.usefixtures("remembering")
-@pytest.mark.parametrize("kept", [3, 5, 8, 20])
+@pytest.mark.parametrize(
+    ("policy", "kept", "anew"),
+    [
+        (POLICIES[2], 3, True),
+        (POLICIES[2], 9, True),
+        (POLICIES[2], 20, True),
+        (POLICIES[1], 12, False),
+        (POLICIES[1], 14, False),
+    ],
+)
 def test_a_stop_string_leaves_what_the_tokens_before_it_leave(
-    kept: int, local: LocalEngine, monkeypatch: pytest.MonkeyPatch
+    policy: str, kept: int, anew: bool, local: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not an eviction has seen the tokens that are cut off."""
+    """Computed anew if an eviction has seen the tokens that are cut off."""
+    runs: list[int] = []
+    run = stepwise_pass.StepwisePass.run
+    monkeypatch.setattr(
+        stepwise_pass.StepwisePass,
+        "run",
+        lambda self, ids: (runs.append(len(ids)), run(self, ids))[1],
+    )
     text = "abcdefghijklmnopqrstuvwxyz"[:kept] + "#" * 12
     script = iter(local.model.chat.encode_content(text))
     forward = engine_module.forward
@@ -295,13 +311,12 @@ def test_a_stop_string_leaves_what_the_tokens_before_it_leave(
         return torch.nn.functional.one_hot(torch.tensor([token]), out.shape[1]).float()
 
     monkeypatch.setattr(engine_module, "forward", forced)
-    turn = local.generate(
-        None, [1, 2, 3, 4, 5], policy=POLICIES[2], max_tokens=60, stop=("#" * 12,)
-    )
+    turn = local.generate(None, [1, 2, 3, 4, 5], policy=policy, max_tokens=60, stop=("#" * 12,))
     assert turn.text == text[:kept]
     assert local.manifest(turn).num_tokens == 5 + kept
+    assert runs == [5 + kept] * anew
     stored = read(local, turn)
-    assert lowest_margin(stored, rebuilt(local, turn)) < 1e-4
+    assert difference(stored, rebuilt(local, turn)) < 1e-4
 
 
 @pytest.mark.usefixtures("remembering")
@@ -323,7 +338,7 @@ def test_a_cancelled_turn_is_the_node_of_its_tokens(local: LocalEngine) -> None:
     assert end.node_id is not None
     node = LocalNode(end.node_id, (), False)
     stored = read(local, node)
-    assert lowest_margin(stored, rebuilt(local, node)) < 1e-4
+    assert difference(stored, rebuilt(local, node)) < 1e-4
 
 
 def test_a_cancelled_prefill_stops_in_the_middle_and_publishes_nothing(
@@ -365,7 +380,7 @@ def test_a_target_that_is_never_reached_evicts_nothing(interval: int, local: Loc
     dense = local.generate(None, random_ids(20, 1), max_tokens=40, ignore_eos=True)
     turn = local.generate(None, random_ids(20, 1), max_tokens=40, ignore_eos=True, policy=policy)
     assert turn.token_ids == dense.token_ids
-    assert lowest_margin(read(local, turn), read(local, dense)) < 1e-4
+    assert difference(read(local, turn), read(local, dense)) < 1e-4
     assert turn.node_id != dense.node_id
 
 
@@ -412,7 +427,7 @@ def test_every_stepwise_scorer_gives_one_node(scorer: str, local: LocalEngine) -
     turn = local.generate(None, random_ids(30, 4), policy=policy, max_tokens=25, ignore_eos=True)
     generated = read(local, turn)
     assert [sum(layer) for layer in local.manifest(turn).lens[0].tolist()] == [24] * 3
-    assert lowest_margin(generated, rebuilt(local, turn)) < 1e-4
+    assert difference(generated, rebuilt(local, turn)) < 1e-4
 
 
 # ------------------------------------------------------------------------- memory
@@ -523,7 +538,7 @@ def test_a_turn_is_the_same_whatever_runs_beside_it(local: LocalEngine) -> None:
     for one, other, cache in zip(alone, together, kept, strict=True):
         assert other is not None
         assert other.token_ids == one.token_ids
-        assert lowest_margin(read(local, other), cache) < 1e-4
+        assert difference(read(local, other), cache) < 1e-4
 
 
 def test_an_eviction_changes_no_bit_of_a_neighbour(tiny_model: Factory) -> None:

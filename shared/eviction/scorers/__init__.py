@@ -10,6 +10,7 @@ from collections.abc import Callable
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy, Scorer
 from criticalkv.shared.eviction.scorers.defensive import defensive
+from criticalkv.shared.eviction.scorers.echo import echo
 from criticalkv.shared.eviction.scorers.expected import expected
 from criticalkv.shared.eviction.scorers.h2o import h2o
 from criticalkv.shared.eviction.scorers.keydiff import keydiff
@@ -33,5 +34,6 @@ SCORERS: dict[Scorer, ScorerFn] = {
     "expected": expected,
     "obcache": obcache,
     "defensive": defensive,
+    "echo": echo,
     "self": own,
 }

@@ -55,9 +55,7 @@ def _reductions(policy: Policy) -> tuple[ops.Reduction, ...]:
     return ("max", "sumsq") if uses_relative(policy) else ("max",)
 
 
-def _echoed(
-    policy: Policy, layer: ContextLayer, rotation: Rotation
-) -> dict[ops.Reduction, Tensor]:
+def _echoed(policy: Policy, layer: ContextLayer, rotation: Rotation) -> dict[ops.Reduction, Tensor]:
     """Return max_q A and Σ_q A²/‖o_q‖², as far as they are read.
 
     Returns:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from criticalkv.shared.eviction.context_layer import ContextLayer, Rotation
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.scorers.rotary import turn_half
 from criticalkv.shared.eviction.scores import LayerScores, finite
 
 COLUMNS = 4096
@@ -102,20 +103,14 @@ def _before_rotation(policy: Policy, layer: ContextLayer, rotation: Rotation) ->
     end = layer.first_position + layer.n
     cos, sin = rotation(torch.arange(end - queries.shape[1], end))
     # cos and sin may carry a factor of the RoPE variant (yarn): divide by its square.
-    return (queries * cos - _turn_half(queries) * sin) / (cos.square() + sin.square())
+    return (queries * cos - turn_half(queries) * sin) / (cos.square() + sin.square())
 
 
 def _mean_rotation(rotation: Rotation, positions: Tensor) -> Tensor:
     """Mean over positions of RoPE's matrix, its factor included, fp32 [head_dim, head_dim]."""
     cos, sin = (part.mean(0) for part in rotation(positions))
     identity = torch.eye(cos.shape[0], device=cos.device)
-    return (identity * cos + _turn_half(identity) * sin).T
-
-
-def _turn_half(x: Tensor) -> Tensor:
-    """(x₁, x₂) → (−x₂, x₁), the halves of the last dimension, as RoPE pairs them."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
+    return (identity * cos + turn_half(identity) * sin).T
 
 
 def _dense(ragged: Tensor, cu: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,12 @@ from criticalkv.shared.eviction.scores import LayerScores, uses_relative
 
 
 def own(policy: Policy, layer: ContextLayer) -> LayerScores:
-    """Score a layer's entries by all of the context's queries that are far enough away.
+    """Score a layer's entries by the context's queries that are far enough away.
 
-    A query scores keys at least `distance` entries before its own. Attention is the max
-    over these queries and the group, relative scores sum over them. Entries that no query
-    is far from score 0. The first `sinks` and last `recent` entries are forced. Reads
-    n²/2 attention weights, a block of queries at a time.
+    Each `stride`-th query asks, and scores keys at least `distance` entries before its
+    own. Attention is the max over these queries and the group, relative scores sum over
+    them. Entries that no query is far from score 0. The first `sinks` and last `recent`
+    entries are forced. Reads n²/stride attention weights, a block of queries at a time.
     """
     reductions: tuple[ops.Reduction, ...] = ("max",)
     if uses_relative(policy):
@@ -37,11 +37,19 @@ def own(policy: Policy, layer: ContextLayer) -> LayerScores:
 
 
 def own_sumsq(policy: Policy, layer: ContextLayer) -> Tensor:
-    """Return Σ_q A²/‖o_q‖² over the far queries, fp32 [num_kv_heads, group_size, n]."""
-    return _far(policy, layer, "sumsq")["sumsq"]
+    """Return Σ_q A²/‖o_q‖² over the far queries, fp32 [num_kv_heads, group_size, n].
+
+    Estimated from each `stride`-th query.
+    """
+    return _far(policy, layer, "sumsq")["sumsq"] * policy.stride
 
 
 def _far(
     policy: Policy, layer: ContextLayer, *reductions: ops.Reduction
 ) -> dict[ops.Reduction, Tensor]:
-    return layer.attention(layer.queries.shape[1], *reductions, min_distance=policy.distance)
+    return layer.attention(
+        layer.queries.shape[1],
+        *reductions,
+        min_distance=policy.distance,
+        stride=policy.stride,
+    )

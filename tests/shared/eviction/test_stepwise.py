@@ -9,6 +9,7 @@ import torch
 
 from criticalkv.shared.cache.ragged import RaggedLayer, cu_seqlens_of
 from criticalkv.shared.cache.tail import Tail
+from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.padded import Padded
 from criticalkv.shared.eviction.plan import Plan
 from criticalkv.shared.eviction.policy import (
@@ -151,3 +152,34 @@ def test_a_turns_policy_is_dense_or_stepwise() -> None:
     name = "window+adakv+plain:interval=64,target=48"
     assert canonical_turn_policy(name) == Policy.parse(name).canonical()
     assert canonical_turn_policy("dense") == "dense"
+
+
+@pytest.mark.parametrize("scorer", [name for name in STEPWISE if name in SCORERS])
+def test_a_scorers_queries_are_those_of_the_last_columns(
+    scorer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Query i sees the columns up to its own: no head may have evicted a later one."""
+    seen: list[int] = []
+    score = SCORERS[scorer]
+
+    def checked(policy: Policy, layer: ContextLayer) -> LayerScores:
+        count = layer.queries.shape[1]
+        assert layer.positions is not None
+        last = torch.arange(stepwise.tokens - count, stepwise.tokens)
+        assert (layer.positions[:, -count:] == last).all()
+        assert torch.equal(layer.queries[0, :, 0].long(), last)
+        seen.append(count)
+        return score(policy, layer)
+
+    monkeypatch.setitem(SCORERS, scorer, checked)
+    options = {"window": ",window=3", "h2o": ",window=3,span=20"}.get(scorer, "")
+    policy = Policy.parse(f"{scorer}+adakv+plain:interval=5,target=7{options}")
+    stepwise = StepwiseLayer(policy, ragged((0, 0)), 0, torch.randn(8, 16), None)
+    generator = torch.Generator().manual_seed(2)
+    for position in range(40):
+        q, k, v = (torch.randn(h, 1, 4, generator=generator) for h in (4, 2, 2))
+        q[0, 0, 0] = position
+        stepwise.attend(LayerCall(0, q, k, v, 0.5, None))
+        if position % 5 == 4:
+            stepwise.evict()
+    assert seen[-1] == {"window": 3, "h2o": 8}.get(scorer, 1)
