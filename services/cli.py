@@ -38,11 +38,16 @@ Model = Annotated[
     str | None, typer.Option(help="'demo', a directory with safetensors, or a cached Hub name.")
 ]
 
+PolicyName = Annotated[
+    str | None, typer.Option(help="Eviction policy: scorer+allocator+selector, or an alias.")
+]
+
 
 @app.command()
 def serve(
     config: ConfigFile = None,
     model: Model = None,
+    policy: PolicyName = None,
     host: Annotated[str | None, typer.Option(help="Address of the HTTP server.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the HTTP server.")] = None,
     store: Annotated[
@@ -58,6 +63,7 @@ def serve(
         _text(config),
         _given(
             model={"path": model},
+            eviction={"policy": policy},
             gateway={"host": host, "port": port},
             store={"address": store},
         ),
@@ -74,6 +80,7 @@ def serve(
 def demo(
     config: ConfigFile = None,
     model: Model = None,
+    policy: PolicyName = None,
     document: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Ask about this text file."),
@@ -82,8 +89,8 @@ def demo(
     """Start everything, hold two conversations over one document, print a table, stop."""
     from criticalkv.services import demo as demonstration
 
-    settings = load_config(_text(config), _given(model={"path": model}))
-    demonstration.run(settings, document)
+    given = _given(model={"path": model}, eviction={"policy": policy})
+    demonstration.run(load_config(_text(config), given), document)
 
 
 @app.command()

@@ -66,7 +66,7 @@ class SideBySide:
         kept = [own_scores(self._model, self._first_look(policy), x, 0) for x in self._layers]
         scores = [part[0] for part in kept]
         if policy.scorer == "replay":
-            spooled = [SpooledLayer(layer, None) for layer in self._layers]
+            spooled = [SpooledLayer.of(self._model, policy, x, 0) for x in self._layers]
             replay = replay_pass_of(policy)
             replay(self._model, policy, Chain(), spooled, lambda: None).run(self._ids)
             scores = [x.scores or y for x, y in zip(spooled, scores, strict=True)]

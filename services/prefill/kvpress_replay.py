@@ -59,7 +59,7 @@ class KvpressReplayPass(ReplayPass):
         prompt = chat.encode_content(FIRST)
         for begin, after in itertools.zip_longest(begins, begins[1:], fillvalue=len(token_ids)):
             piece = token_ids[begin:after]
-            yield Replay(begin, after, (*prompt, *piece))
+            yield Replay(begin, after, (*prompt, *chat.generation_ids, *piece))
             prompt = [*chat.encode_content(NEXT), *piece[-CUE:]]
 
     def _opening(self, token_ids: Sequence[int]) -> int:

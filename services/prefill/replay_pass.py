@@ -3,12 +3,14 @@
 For each chunk of the context's own tokens: a short instruction and the chunk run at
 positions that continue after the context; softmax over everything visible, scores for
 the context's columns only; the replay's own KV is dropped. Source: KVzip, in the
-variant of replaying fixed chunks after a short instruction.
+variant of replaying fixed chunks after a short instruction, or only their beginnings.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -46,22 +48,23 @@ class ReplayPass:
         self._instruction = model.chat.encode_content(INSTRUCTION)
 
     def run(self, token_ids: Sequence[int]) -> None:
-        """Replay all tokens and give every full-attention layer its scores.
+        """Replay and give every full-attention layer its scores.
 
         Args:
             token_ids: the node's own tokens.
         """
         end = self._chain.next_position + len(token_ids)
         device = self._model.device
-        for start in range(0, len(token_ids), self._policy.chunk):
-            chunk = list(token_ids[start : start + self._policy.chunk])
-            tokens = torch.tensor([*self._instruction, *chunk], device=device)
+        passes = replayed(token_ids, self._policy)
+        for part in passes:
+            tokens = torch.tensor([*self._instruction, *part], device=device)
             positions = torch.arange(end, end + tokens.numel(), device=device)
             none = torch.empty(0, dtype=torch.int64, device=device)
             forward(self._model.model, tokens, positions, self, none)
+        share = Fraction(sum(map(len, passes)), len(token_ids))
         for index, spooled in enumerate(self._layers):
-            if spooled.own_sumsq is not None:
-                self._scorer.add_own(index, spooled.own_sumsq.to(device))
+            if spooled.first_pass is not None:
+                self._scorer.add_first_pass(index, spooled.first_pass.to(device), share)
             if spooled.window is None:
                 spooled.scores = self._scorer.layer_scores(
                     index, values=spooled.values.to(device), w_o=self._model.w_o(index)
@@ -102,3 +105,19 @@ class ReplayPass:
         if not self._chain.nodes:
             return own
         return merge_layers([self._chain.layer(layer, self._model.spec, device), own])
+
+
+def replayed(token_ids: Sequence[int], policy: Policy) -> list[list[int]]:
+    """Return the tokens of each replay pass, at most `chunk`.
+
+    Of each chunk its first `share` is replayed, rounded up; what fits goes into one pass.
+    """
+    passes: list[list[int]] = []
+    for start in range(0, len(token_ids), policy.chunk):
+        chunk = token_ids[start : start + policy.chunk]
+        part = list(chunk[: math.ceil(policy.share * len(chunk))])
+        if passes and len(passes[-1]) + len(part) <= policy.chunk:
+            passes[-1] += part
+        else:
+            passes.append(part)
+    return passes

@@ -18,7 +18,7 @@ from criticalkv.shared.eviction.plan import Place
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profile
 from criticalkv.shared.eviction.scorers.lookup import scorer_of
-from criticalkv.shared.eviction.scorers.own import own_sumsq
+from criticalkv.shared.eviction.scorers.replay import first_pass_sumsq
 from criticalkv.shared.eviction.scores import LayerScores
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.publish import NodePublisher
@@ -75,17 +75,29 @@ class SpooledLayer:
 
     Attributes:
         scores: of scorers that look at these queries; a replay gives them later.
-        own_sumsq: what a replay with `self_weight` adds, on the host, or None.
+        first_pass: what a replay adds to its own sums, on the host, or None.
     """
 
     def __init__(
-        self, layer: LayerPass, scores: LayerScores | None, own_sumsq: Tensor | None = None
+        self, layer: LayerPass, scores: LayerScores | None, first_pass: Tensor | None = None
     ) -> None:
         self.keys = layer.call.key.contiguous().cpu()
         self.values = layer.call.value.contiguous().cpu()
         self.window = layer.call.window
         self.scores = scores
-        self.own_sumsq = None if own_sumsq is None else own_sumsq.cpu()
+        self.first_pass = None if first_pass is None else first_pass.cpu()
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, policy: Policy, layer: LayerPass, first_position: int
+    ) -> SpooledLayer:
+        """Keep a layer; score it now as far as the policy looks at its own queries."""
+        if policy.scorer != "replay":
+            return cls(layer, own_scores(model, policy, layer, first_position)[0])
+        if layer.call.window is not None:
+            return cls(layer, None)
+        context = context_layer(model, layer, first_position)
+        return cls(layer, None, first_pass_sumsq(policy, context))
 
 
 class SpoolingSink:
@@ -109,13 +121,8 @@ class SpoolingSink:
         self.layers: list[SpooledLayer] = []
 
     def take(self, layer: LayerPass) -> None:
-        """Keep a layer; score it now if the policy looks at the context's own queries."""
-        scores = sumsq = None
-        if self._policy.scorer != "replay":
-            scores = own_scores(self._model, self._policy, layer, self._first)[0]
-        elif self._policy.self_weight and layer.call.window is None:
-            sumsq = own_sumsq(self._policy, context_layer(self._model, layer, self._first))
-        self.layers.append(SpooledLayer(layer, scores, sumsq))
+        """Keep a layer."""
+        self.layers.append(SpooledLayer.of(self._model, self._policy, layer, self._first))
 
     def finish(self) -> Ranking:
         """Rank over all layers and send them, freeing each as it goes."""

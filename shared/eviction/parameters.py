@@ -21,11 +21,12 @@ SCORERS: dict[str, Defaults] = {
     "obcache": {"window": None, "kernel": None, "pooling": None},
     "defensive": {"window": None, "kernel": 5, "pooling": "avg"},
     "replay": {
-        **{"sinks": None, "recent": None, "chunk": None},
+        **{"sinks": None, "recent": None, "chunk": None, "share": None},
+        **{"echo_weight": None, "echo_chunk": None},
         **{"self_weight": None, "distance": None, "stride": None},
     },
     "echo": {
-        **{"sinks": None, "recent": None, "chunk": 128},
+        **{"sinks": None, "recent": None, "echo_chunk": None},
         **{"self_weight": None, "distance": None, "stride": None},
     },
     "self": {"sinks": None, "recent": None, "distance": None, "stride": 1},

@@ -86,6 +86,15 @@ class Policy(BaseModel):
         default=4, ge=1, le=1024, description="each so-many-th query asks (self, self_weight)"
     )
     chunk: int = Field(default=512, ge=16, le=8192, description="replayed tokens per chunk")
+    share: Decimal = Field(
+        default=Decimal(1), gt=0, le=1, description="replayed part of each chunk, its beginning"
+    )
+    echo_chunk: int = Field(
+        default=128, ge=16, le=8192, description="tokens that are echoed together"
+    )
+    echo_weight: Decimal = Field(
+        default=Decimal(0), ge=0, le=16, description="weight of echo scores (replay)"
+    )
     self_weight: Decimal = Field(
         default=Decimal(0), ge=0, le=16, description="weight of self scores (replay, echo)"
     )
@@ -152,8 +161,8 @@ class Policy(BaseModel):
             raise ValueError(f"relative scores need a scorer of {', '.join(MAY_BE_RELATIVE)}")
         if self.scorer == "streaming" and self.selector != "plain":
             raise ValueError("streaming has no attention to multiply; it goes with plain")
-        if self.self_weight and not self._reads_relative:
-            raise ValueError("self_weight belongs to relative scores")
+        if (self.self_weight or self.echo_weight) and not self._reads_relative:
+            raise ValueError("self_weight and echo_weight belong to relative scores")
         if self.preset == "kvpress" and (why := refusal(dict(self))):
             raise ValueError(why)
         self._check_stepwise()

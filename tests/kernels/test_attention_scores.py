@@ -1,5 +1,6 @@
 """Reduced attention scores against a loop over every query and key."""
 
+import itertools
 import math
 from typing import Any
 
@@ -170,6 +171,33 @@ def test_near_keys_are_seen_but_not_scored(distance: int, block: int | None, m: 
             torch.testing.assert_close(got[name][h].double(), value, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("block", [None, 2])
+@pytest.mark.parametrize("distance", [0, 3])
+@pytest.mark.parametrize("stride", [2, 5])
+def test_strided_queries_are_the_rows_of_all(stride: int, distance: int, block: int | None) -> None:
+    torch.manual_seed(5)
+    queries, keys, weight = torch.randn(4, 12, 8), torch.randn(2, 14, 8), torch.rand(12)
+    got = ops.attention_scores(
+        queries[:, ::stride],
+        keys,
+        scaling=0.3,
+        reductions=EVERY,
+        first_query=2,
+        query_weight=weight[::stride],
+        min_distance=distance,
+        query_stride=stride,
+        block=block,
+    )
+    a = naive(queries, keys, 0.3, 2, None, None)
+    for i, j in itertools.product(range(12), range(14)):
+        if 2 + i - j < distance:
+            a[:, i, j] = 0
+    for h in range(2):
+        rows = a[2 * h : 2 * h + 2, ::stride]
+        for name, value in reduced(rows, weight[::stride]).items():
+            torch.testing.assert_close(got[name][h].double(), value, rtol=1e-4, atol=1e-7)
+
+
 def test_padding_and_distance_together() -> None:
     """A head's padding does not bring its entries nearer to its queries."""
     torch.manual_seed(3)
@@ -286,6 +314,12 @@ def test_inputs_are_not_written() -> None:
         (torch.zeros(2, 3, 4), {"first_query": -1}, "first_query"),
         (torch.zeros(2, 3, 4), {"prefix_keys": torch.zeros(2, 4)}, "together"),
         (torch.zeros(2, 3, 4), {"min_distance": 1}, "first_query"),
+        (torch.zeros(2, 3, 4), {"query_stride": 2}, "first_query"),
+        (
+            torch.zeros(2, 3, 4),
+            {"query_stride": 2, "first_query": 0, "padding": torch.tensor([0, 0])},
+            "padding",
+        ),
     ],
 )
 def test_misuse_is_refused(queries: Tensor, extra: dict[str, Any], message: str) -> None:

@@ -23,6 +23,7 @@ from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.config import Config, DecodeConfig, EvictionConfig, GatewayConfig
 from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.eviction.parameters import ALIASES
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.requests import (
@@ -386,6 +387,19 @@ def test_tier_1_is_the_untouched_model(service: Service) -> None:
     assert shown
     assert theirs.startswith(shown)
     assert set(theirs[len(shown) :]) <= {"\ufffd"}
+
+
+def test_every_policy_runs_and_weighs_what_its_tiers_say(service: Service) -> None:
+    for policy in sorted(set(ALIASES) - {"duo-kvpress"}):  # that one needs a profile
+        context = service.register(policy=policy, cache_salt=policy)
+        assert context["policy"] == Policy.parse(policy).canonical()
+        for tier in context["tiers"]:
+            service.workers.fresh_decoder()
+            answer = service.ask(
+                "why?", context["id"], read_tier=tier["tier"], cache_salt=policy, max_tokens=1
+            )
+            assert answer.criticalkv["bytes_pulled"] == tier["bytes"], (policy, tier)
+            assert answer.criticalkv["tier"] == tier["tier"]
 
 
 def test_n_choices_have_a_handle_each(service: Service) -> None:

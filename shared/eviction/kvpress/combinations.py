@@ -18,7 +18,7 @@ ALLOCATORS: dict[str, dict[str, tuple[str, ...]]] = {
 FIXED: dict[str, dict[str, object]] = {
     "window": {"pooling": "avg"},
     "tova": {"recent": 1},
-    "replay": {"recent": 0, "share": 1},
+    "replay": {"recent": 0, "share": 1, "echo_weight": 0, "self_weight": 0},
     "twostage": {"eps_per_token": False, "norm": "l1", "second": "critical"},
 }
 """Parameters of a part that kvpress does not have, and what it does instead."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from criticalkv.kernels import ops
-from criticalkv.shared.eviction.context_layer import ContextLayer, Rotation
+from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scorers.own import own_sumsq
 from criticalkv.shared.eviction.scorers.rotary import rotate
@@ -22,7 +22,7 @@ from criticalkv.shared.eviction.scores import LayerScores, uses_relative
 def echo(policy: Policy, layer: ContextLayer) -> LayerScores:
     """Score a layer's entries by what all of its queries attend to from behind.
 
-    The context is cut into chunks of `chunk` tokens. Each chunk's queries, and its keys
+    The context is cut into chunks of `echo_chunk` tokens. Each chunk's queries, and its keys
     once more as the echo's own, move to the positions right behind the context. A query
     sees the ancestors' entries, the whole context and, causally, its own chunk's echo;
     the softmax runs over all of it and the context's columns are scored.
@@ -32,9 +32,7 @@ def echo(policy: Policy, layer: ContextLayer) -> LayerScores:
     scorer `self`. The first `sinks` and last `recent` entries are forced. Reads n²
     attention weights, a block of queries at a time.
     """
-    if layer.rotation is None:
-        raise ValueError("echo needs the model's rotation")
-    echoed = _echoed(policy, layer, layer.rotation)
+    echoed = _echoed(policy, layer)
     sumsq = echoed.get("sumsq")
     if sumsq is not None and policy.self_weight:
         sumsq = sumsq + float(policy.self_weight) * own_sumsq(policy, layer)
@@ -49,31 +47,38 @@ def echo(policy: Policy, layer: ContextLayer) -> LayerScores:
     )
 
 
+def echo_sumsq(policy: Policy, layer: ContextLayer) -> Tensor:
+    """Return Σ_q A²/‖o_q‖² over all echoed queries, fp32 [num_kv_heads, group_size, n]."""
+    return _echoed(policy, layer)["sumsq"]
+
+
 def _reductions(policy: Policy) -> tuple[ops.Reduction, ...]:
     if policy.selector == "relative":
         return ("sumsq",)
     return ("max", "sumsq") if uses_relative(policy) else ("max",)
 
 
-def _echoed(policy: Policy, layer: ContextLayer, rotation: Rotation) -> dict[ops.Reduction, Tensor]:
+def _echoed(policy: Policy, layer: ContextLayer) -> dict[ops.Reduction, Tensor]:
     """Return max_q A and Σ_q A²/‖o_q‖², as far as they are read.
 
     Returns:
         fp32 [num_kv_heads, group_size, n] each.
     """
+    if layer.rotation is None:
+        raise ValueError("echo needs the model's rotation")
     queries = layer.asking(layer.n)
     weight = layer.output_weight(layer.n) if uses_relative(policy) else None
     total: dict[ops.Reduction, Tensor] = {}
-    for begin in range(0, layer.n, policy.chunk):
-        here = slice(begin, begin + policy.chunk)
+    for begin in range(0, layer.n, policy.echo_chunk):
+        here = slice(begin, begin + policy.echo_chunk)
         # RoPE depends on differences only: the whole chunk turns by one angle.
         behind = layer.n - begin
         reduced = ops.attention_scores(
-            rotate(queries[:, here], behind, rotation),
+            rotate(queries[:, here], behind, layer.rotation),
             layer.keys,
             scaling=layer.scaling,
             reductions=_reductions(policy),
-            tail_keys=rotate(layer.keys[:, here], behind, rotation),
+            tail_keys=rotate(layer.keys[:, here], behind, layer.rotation),
             prefix_keys=layer.prefix_keys,
             prefix_cu=layer.prefix_cu,
             query_weight=None if weight is None else weight[here],

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
+from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.scorers.echo import echo_sumsq
+from criticalkv.shared.eviction.scorers.own import own_sumsq
 from criticalkv.shared.eviction.scores import LayerScores, finite, uses_relative
 
 
@@ -41,19 +46,16 @@ class ReplayScorer:
             total = self._sumsq[layer]
             self._sumsq[layer] = sumsq if total is None else total + sumsq
 
-    def add_own(self, layer: int, sumsq: Tensor) -> None:
-        """Add what the context's own far queries attended to, times `self_weight`.
-
-        Relative scores are linear in the sum of squares, so r of `replay` becomes
-        r + self_weight · r of scorer `self` over the same context.
+    def add_first_pass(self, layer: int, sumsq: Tensor, replayed: Fraction) -> None:
+        """Add what the first pass says, see `first_pass_sumsq`.
 
         Args:
             layer: index of the layer.
-            sumsq: fp32 [num_kv_heads, group_size, n], see `own.own_sumsq`.
+            sumsq: fp32 [num_kv_heads, group_size, n].
+            replayed: part of the context that was replayed; its own sums grow to the whole.
         """
-        weighted = float(self._policy.self_weight) * sumsq
         total = self._sumsq[layer]
-        self._sumsq[layer] = weighted if total is None else total + weighted
+        self._sumsq[layer] = sumsq if total is None else sumsq + total / float(replayed)
 
     def layer_scores(self, layer: int, *, values: Tensor, w_o: Tensor) -> LayerScores:
         """Return a layer's scores after the last chunk.
@@ -70,3 +72,20 @@ class ReplayScorer:
         recent = index >= attention.shape[1] - self._policy.recent
         forced = (index < self._policy.sinks) | recent
         return LayerScores.of(self._policy, attention, forced, values=values, w_o=w_o, sumsq=sumsq)
+
+
+def first_pass_sumsq(policy: Policy, layer: ContextLayer) -> Tensor | None:
+    """Return what the context's own queries add to a replay's relative scores.
+
+    Relative scores are linear in the sum of squares: r of `replay` becomes
+    r + echo_weight · r of `echo` + self_weight · r of `self` over the same context.
+
+    Returns:
+        fp32 [num_kv_heads, group_size, n], or None if the policy adds nothing.
+    """
+    total = None
+    for weight, sumsq in ((policy.echo_weight, echo_sumsq), (policy.self_weight, own_sumsq)):
+        if weight:
+            part = float(weight) * sumsq(policy, layer)
+            total = part if total is None else total + part
+    return total

@@ -135,6 +135,20 @@ def test_contexts_do_not_share_budgets(name: str) -> None:
     assert budgets(name, [one, other], "0.5") == [[1, 11], [11, 1]]
 
 
+def test_a_safeguard_is_above_the_second_stage() -> None:
+    """kvpress keeps a weak head's whole safeguard; the paper chooses its half by 𝓐."""
+    weak = torch.linspace(0.02, 0.001, 20)
+    attention = torch.stack([weak, torch.rand(20) + 1])
+    critical = attention.clone()
+    critical[0, 5] = 100
+    scores = LayerScores(attention, torch.zeros(20, dtype=torch.bool), critical)
+    found = [
+        Plan([scores], Policy.parse(name)).select("0.5")[0, 0].nonzero().flatten().tolist()
+        for name in ("criticaladakv-kvpress", "criticaladakv")
+    ]
+    assert found == [[0, 1], [0, 5]]
+
+
 def test_negative_key_norms() -> None:
     keys = torch.diag(torch.tensor([1.0, 1.1, 1.2, 1.3, 1.4, 1.5]))
     layer = key_layer(keys, [1, 100, 1, 1, 1, 1])

@@ -1,19 +1,21 @@
 """Window and replay scorers against loops over queries, heads and entries in fp64."""
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
-from naive_layer import GROUP, HEADS, SCALING, Layer, close
+from naive_layer import DIM, GROUP, HEADS, SCALING, Layer, close
 from torch import Tensor
 
 from criticalkv.kernels import ops
 from criticalkv.shared.errors import NumericsError, PolicyError
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scorers.own import own, own_sumsq
-from criticalkv.shared.eviction.scorers.replay import ReplayScorer
+from criticalkv.shared.eviction.scorers.echo import echo
+from criticalkv.shared.eviction.scorers.own import own
+from criticalkv.shared.eviction.scorers.replay import ReplayScorer, first_pass_sumsq
 from criticalkv.shared.eviction.scorers.window import window
 from criticalkv.shared.eviction.scores import LayerScores
 
@@ -193,30 +195,41 @@ def test_relative_is_the_share_of_the_output() -> None:
     torch.testing.assert_close(scores.needed("relative").sum(), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("weight", ["0", "0.5", "3"])
-def test_replay_adds_the_context_s_own_queries(weight: str) -> None:
-    """relative = relative of replay + self_weight · relative of self, nothing else changes."""
+ROTATED = (torch.linspace(0, 1, DIM), torch.linspace(1, 0, DIM))
+
+
+@pytest.mark.parametrize("share", [Fraction(1), Fraction(1, 4)], ids=str)
+@pytest.mark.parametrize(("of_echo", "of_self"), [("0.5", "0"), ("0", "3"), ("2", "0.25")])
+def test_replay_adds_the_first_pass(of_echo: str, of_self: str, share: Fraction) -> None:
+    """relative = replay's ÷ share + echo_weight · echo's + self_weight · self's."""
     n = 13
-    context = Layer(n, n)
+    context = Layer(n, n, rotation=lambda p: tuple(x.expand(len(p), -1) for x in ROTATED))
     chunks = replay_chunks(n)
     for chunk in chunks:
         for name in ("keys", "values", "w_o", "prefix", "parent"):
             setattr(chunk, name, getattr(context, name))
-    policy = replay_policy("relative", self_weight=weight)
-    own_policy = Policy.parse("self+model+relative:distance=64")
-    near = Policy.parse("self+model+relative:distance=3")
-    for far, expected_policy in ((64, own_policy), (3, near)):
-        scorer = fed(policy, chunks)
-        scorer.add_own(1, own_sumsq(policy.model_copy(update={"distance": far}), context.context()))
-        scores = scorer.layer_scores(1, values=context.values, w_o=context.w_o)
-        plain = replay(policy, chunks)
-        added = own(expected_policy, context.context()).needed("relative")
-        assert bool(added.any()) == (far == 3)
-        torch.testing.assert_close(
-            scores.needed("relative"), plain.needed("relative") + float(weight) * added
-        )
-        assert torch.equal(scores.attention, plain.attention)
-        assert torch.equal(scores.forced, plain.forced)
+    weights = {"echo_weight": of_echo, "self_weight": of_self, "distance": 3, "stride": 1}
+    policy = replay_policy("relative", **weights)
+    scorer, first = fed(policy, chunks), first_pass_sumsq(policy, context.context())
+    assert first is not None
+    scorer.add_first_pass(1, first, share)
+    scores = scorer.layer_scores(1, values=context.values, w_o=context.w_o)
+    plain = replay(policy, chunks)
+    expected = plain.needed("relative") / float(share)
+    for scorer_of_part, weight, text in (
+        (echo, of_echo, "echo+model+relative"),
+        (own, of_self, "self+model+relative:distance=3"),
+    ):
+        part = scorer_of_part(Policy.parse(text), context.context()).needed("relative")
+        assert bool(part.any())
+        expected = expected + float(weight) * part
+    torch.testing.assert_close(scores.needed("relative"), expected)
+    assert torch.equal(scores.attention, plain.attention)
+    assert torch.equal(scores.forced, plain.forced)
+
+
+def test_a_plain_replay_adds_nothing() -> None:
+    assert first_pass_sumsq(replay_policy("relative"), Layer(5, 5).context()) is None
 
 
 def test_self_weight_needs_relative_scores() -> None:
@@ -224,3 +237,5 @@ def test_self_weight_needs_relative_scores() -> None:
         replay_policy("plain", self_weight=1)
     with pytest.raises(PolicyError, match="self_weight"):
         Policy.parse("window+model+relative:self_weight=1")
+    with pytest.raises(PolicyError, match="echo_weight"):
+        replay_policy("critical", echo_weight=1)

@@ -33,6 +33,8 @@ SETTINGS = {
     "recent": 3,
     "future": 6,
     "distance": 4,
+    "echo_chunk": 16,
+    "stride": 1,
 }
 FACTOR = 1.25
 """As yarn's attention factor: cos and sin carry it."""
@@ -231,6 +233,32 @@ def own(policy: Policy, layer: Layer) -> tuple[Tensor, set[int]]:
     return out, set(range(min(policy.sinks, layer.n))) | last(layer, policy.recent)
 
 
+def behind(x: Tensor, steps: int) -> Tensor:
+    """A rotated vector `steps` positions later, fp64 [DIM]."""
+    half, out = DIM // 2, torch.zeros(DIM, dtype=torch.float64)
+    for i in range(half):
+        turned = complex(float(x[i]), float(x[i + half])) * cmath.exp(1j * angle(steps, i))
+        out[i], out[i + half] = turned.real, turned.imag
+    return out
+
+
+def echoes(policy: Policy, layer: Layer, h: int, t: int) -> Tensor:
+    """Attention of query t of query head h from behind the context, fp64 [n]."""
+    kv, begin = h // layer.group, t // policy.echo_chunk * policy.echo_chunk
+    steps = layer.n - begin
+    tail = [behind(layer.keys[kv, j], steps) for j in range(begin, t + 1)]
+    keys = torch.cat([layer.keys[kv].double(), torch.stack(tail), layer.prefix[kv].double()])
+    return (SCALING * keys @ behind(layer.queries[h, t], steps)).softmax(0)[: layer.n]
+
+
+def echo(policy: Policy, layer: Layer) -> tuple[Tensor, set[int]]:
+    out = zeros(layer)
+    for h in range(layer.heads * layer.group):
+        for t in range(layer.n):
+            out[h // layer.group] = out[h // layer.group].maximum(echoes(policy, layer, h, t))
+    return out, set(range(min(policy.sinks, layer.n))) | last(layer, policy.recent)
+
+
 ORACLES: dict[str, Callable[[Policy, Layer], tuple[Tensor, set[int]]]] = {
     "window": window,
     "h2o": h2o,
@@ -241,6 +269,7 @@ ORACLES: dict[str, Callable[[Policy, Layer], tuple[Tensor, set[int]]]] = {
     "expected": expected,
     "obcache": obcache,
     "defensive": defensive,
+    "echo": echo,
     "self": own,
 }
 WITH_ATTENTION = [name for name in ORACLES if name != "streaming"]
@@ -288,6 +317,7 @@ def test_critical_scores(scorer: str) -> None:
         ("expected", {"sinks": 0}),
         ("self", {"distance": 1}),
         ("self", {"distance": 64}),
+        ("echo", {"echo_chunk": 128}),
         ("h2o", {"span": 1}),
         ("h2o", {"span": 500}),
         ("tova", {"recent": 0}),
@@ -304,11 +334,13 @@ def test_parameters(scorer: str, options: dict[str, Any]) -> None:
     assert forced_of(scores) == forced
 
 
-@pytest.mark.parametrize("scorer", ["h2o", "self"])
+@pytest.mark.parametrize("scorer", ["h2o", "self", "echo"])
 def test_relative_scores(scorer: str) -> None:
-    policy, layer = policy_of(scorer, "relative"), layer_of(13)
+    policy, layer = policy_of(scorer, "relative"), layer_of(18)
 
     def seen(h: int, q: int) -> Tensor:
+        if scorer == "echo":
+            return echoes(policy, layer, h, q)
         a = layer.causal(h, layer.n - 1 - q)
         if scorer == "h2o":
             return a * float(q >= layer.n - policy.span)
@@ -316,6 +348,41 @@ def test_relative_scores(scorer: str) -> None:
         return a.masked_fill(near, 0)
 
     close(score(policy, layer).relative, layer.relative(seen))
+
+
+def far(policy: Policy, layer: Layer, stride: int) -> Callable[[int, int], Tensor]:
+    """Attention of the own queries, of each `stride`-th, to entries far enough before them."""
+
+    def seen(h: int, q: int) -> Tensor:
+        a = layer.causal(h, layer.n - 1 - q) * float(q % stride == 0)
+        return a.masked_fill(torch.arange(layer.n) > q - policy.distance, 0)
+
+    return seen
+
+
+def test_each_strideth_own_query_asks() -> None:
+    policy, layer = policy_of("self", "relative", stride=3), layer_of(23)
+    scores = score(policy, layer)
+    close(scores.relative, layer.relative(far(policy, layer, 3)))
+    peaks = [[far(policy, layer, 3)(h, q) for q in range(23)] for h in range(layer.heads * 3)]
+    expected = torch.stack([torch.stack(rows).amax(0) for rows in peaks]).unflatten(0, (2, 3))
+    close(scores.attention, expected.amax(1))
+
+
+def test_echo_adds_own_queries() -> None:
+    policy, layer = policy_of("echo", "relative", stride=2, self_weight="0.5"), layer_of(18)
+    expected = layer.relative(lambda h, q: echoes(policy, layer, h, q))
+    expected += 0.5 * 2 * layer.relative(far(policy, layer, 2))
+    close(score(policy, layer).relative, expected)
+
+
+def test_echo_does_not_depend_on_where_the_context_stands() -> None:
+    here, there = layer_of(18).context(), replace(layer_of(18).context(), first_position=1000)
+    policy = policy_of("echo", "relative")
+    a, b = score(policy, here).relative, score(policy, there).relative
+    assert a is not None
+    assert b is not None
+    assert torch.equal(a, b)
 
 
 def test_scorers_without_single_queries_have_no_relative_scores() -> None:
@@ -331,11 +398,11 @@ def test_streaming_has_nothing_to_multiply(selector: str) -> None:
 
 
 READS = {
-    "queries": {"window", "h2o", "tova", "expected", "obcache", "defensive", "self"},
+    "queries": {"window", "h2o", "tova", "expected", "obcache", "defensive", "self", "echo"},
     "keys": set(ORACLES) - {"streaming"},
     "values": set(ORACLES),
     "w_o": set(ORACLES) - {"streaming"},
-    "out": {"obcache", "h2o", "window", "self"},
+    "out": {"obcache", "h2o", "window", "self", "echo"},
 }
 
 
@@ -362,7 +429,7 @@ def test_keys_that_would_be_silently_ignored_are_refused() -> None:
     layer = layer_of(6, None)
     layer.queries.abs_()
     layer.keys[0, 0, 0] = -math.inf
-    for scorer in ("window", "h2o", "tova", "obcache", "defensive", "self", "knorm"):
+    for scorer in ("window", "h2o", "tova", "obcache", "defensive", "self", "echo", "knorm"):
         with pytest.raises(NumericsError):
             score(policy_of(scorer), layer)
     with pytest.raises(NumericsError):
