@@ -168,6 +168,12 @@ def eviction(
     policy: Annotated[
         list[str] | None, typer.Option(help="Measure this instead; may be repeated.")
     ] = None,
+    kvpress: Annotated[
+        Path | None, typer.Option(help="Results of infra/scripts/kvpress_cases.py.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Only write the needle cases here, as JSON.")
+    ] = None,
     config: ConfigFile = None,
     model: Model = None,
 ) -> None:
@@ -176,8 +182,17 @@ def eviction(
     from criticalkv.services.bench import eviction as benchmark
 
     settings = load_config(_text(config), _given(model={"path": model}))
+    if export is not None:
+        benchmark.export(settings, export, data=data, cases=cases)
+        return
     report = benchmark.run(
-        settings, quick=quick, threads=threads, data=data, cases=cases, policies=policy or ()
+        settings,
+        quick=quick,
+        threads=threads,
+        data=data,
+        cases=cases,
+        policies=policy or (),
+        kvpress=kvpress,
     )
     report.write(json)
     for key, value in report.headline.items():

@@ -8,10 +8,11 @@ answer tokens; a case is right if the answer is the likeliest token by token.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def run(
     data: Path | None = None,
     cases: int = 100,
     policies: Sequence[str] = (),
+    kvpress: Path | None = None,
 ) -> Report:
     """Measure everything and return the report.
 
@@ -130,6 +132,7 @@ def run(
         data: folder with `inaugural.txt` and `multi_news_50.jsonl`, both optional.
         cases: needle cases of the default policy; others see a quarter of them.
         policies: measure these, on every case, instead of the usual ones.
+        kvpress: what `infra/scripts/kvpress_cases.py` wrote, to be shown beside.
     """
     report = Report("eviction", quick, dict.fromkeys(MEANING), MEANING)
     model = load_model(config.model, threads)
@@ -145,12 +148,26 @@ def run(
         table = _needles(model, needles, tokens, count, always, others, progress)
         summaries = _summaries(model, data, quick, {**always, **others}, progress)
         costs = measure_cost(model, (512,) if quick else (1024, 2048, 4096), progress)
+    if kvpress is not None:
+        table.cells |= json.loads(kvpress.read_text())
     report.details["needles"] = table.estimates() | {"full": Estimate.of(table.full).as_json()}
     report.details["summaries"] = summaries.estimates()
     report.details["cost"] = costs
     report.samples |= {"needles": table.cells, "full": table.full, "summaries": summaries.cells}
     report.headline.update(_headline(table, summaries, costs))
     return report
+
+
+def export(config: Config, path: Path, *, data: Path | None, cases: int) -> None:
+    """Write the needle cases as JSON, for other libraries."""
+    needles = Needles(load_model(config.model).chat, data)
+    found = [_case(needles, i, CONTEXT_TOKENS) for i in range(cases)]
+    path.write_text(json.dumps([asdict(case) for case in found]))
+
+
+def _case(needles: Needles, index: int, tokens: int) -> Case:
+    """The index-th case: single and multikey in turns."""
+    return needles.case(FIRST_SEED + index, needles=1 + 3 * (index % 2), tokens=tokens)
 
 
 def _headline(table: Table, summaries: Table, costs: dict[str, Any]) -> dict[str, float | None]:
@@ -187,7 +204,7 @@ def _needles(
     table = Table()
     task = progress.add_task("needles", total=count)
     for i in range(count):
-        case = needles.case(FIRST_SEED + i, needles=1 + 3 * (i % 2), tokens=tokens)
+        case = _case(needles, i, tokens)
         # Others see pairs of the first cases, so that both kinds are there.
         named = {**always, **(others if i < max(2, count // 4) else {})}
         _one_needle(model, case, named, table)

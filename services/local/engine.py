@@ -23,7 +23,7 @@ from criticalkv.shared.identity import (
     tenant_salt,
     tokens_digest,
 )
-from criticalkv.shared.model.chat import Message, Part
+from criticalkv.shared.model.chat import JOINER, Message, Part
 from criticalkv.shared.model.loader import LoadedModel, load_model
 from criticalkv.shared.node_store import NodeStore
 from criticalkv.shared.requests import (
@@ -210,6 +210,37 @@ class LocalEngine:
             roles=roles,
             **sampling,
         )
+
+    def ask_at_once(
+        self,
+        context: str,
+        question: str,
+        *,
+        policy: str = "default",
+        tier: float | str = "0.2",
+        max_tokens: int = 256,
+        **sampling: Any,
+    ) -> LocalTurn:
+        """Compress context and question together, then answer: the context+question setting.
+
+        The policy sees the question (a window scorer looks from it), so the cache serves
+        this question only. `compress` and `ask` are the context-only setting.
+
+        Args:
+            context: text before the question.
+            question: text after it, in the same user message.
+            policy: as in `compress`.
+            tier: kept fraction of context and question.
+            max_tokens: most tokens to generate.
+            **sampling: further fields of Sampling; greedy by default.
+        """
+        message = Message("user", (Part(context), Part(JOINER + question)))
+        pieces = self.model.chat.render([message], add_generation_prompt=True)
+        ids = [token for piece in pieces for token in piece.ids]
+        # The last token runs on the compressed cache: its logits begin the answer.
+        node = self.compress_tokens(ids[:-1], policy=policy, store_tier=tier)
+        roles = ("user", "assistant")
+        return self.generate(node, ids[-1:], max_tokens=max_tokens, roles=roles, **sampling)
 
     def generate(
         self,

@@ -37,6 +37,21 @@ def test_a_quick_run_fills_its_report(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cost["snapkv"]["scoring_over_prefill"] > 0
 
 
+def test_cases_go_to_other_libraries_and_results_come_back(tmp_path: Path) -> None:
+    model = make_model()
+    model.model.save_pretrained(tmp_path / "tiny")
+    model.tokenizer.save_pretrained(tmp_path / "tiny")
+    config = Config(model=ModelConfig(path=str(tmp_path / "tiny")))
+    eviction.export(config, tmp_path / "cases.json", data=None, cases=3)
+    cases = json.loads((tmp_path / "cases.json").read_text())
+    assert [case["name"] for case in cases] == [
+        "niah_single-10",
+        "niah_multikey-11",
+        "niah_single-12",
+    ]
+    assert all(case["context_ids"] and case["question_ids"] for case in cases)
+
+
 def test_table_compares_equal_cases_only() -> None:
     table = Table(full=[1.0, 0.0, 1.0, 1.0])
     for right in (1.0, 0.0):
