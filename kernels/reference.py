@@ -89,6 +89,36 @@ def attention_rows(
     block: int | None,
 ) -> Iterator[AttentionRows]:
     """Yield the softmaxed scores of `keys`, a block of queries of one KV head at a time."""
+    n = keys.shape[1]
+    for rows in _every_column(
+        queries,
+        keys,
+        scaling=scaling,
+        first_query=first_query,
+        tail_keys=tail_keys,
+        prefix_keys=prefix_keys,
+        prefix_cu=prefix_cu,
+        padding=padding,
+        query_stride=query_stride,
+        block=block,
+    ):
+        yield rows._replace(logits=rows.logits[..., :n], probs=rows.probs[..., :n])
+
+
+def _every_column(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    first_query: int | None,
+    tail_keys: Tensor | None,
+    prefix_keys: Tensor | None,
+    prefix_cu: Tensor | None,
+    padding: Tensor | None,
+    query_stride: int,
+    block: int | None,
+) -> Iterator[AttentionRows]:
+    """`attention_rows` with the tail's and the prefix' columns after those of `keys`."""
     heads, n, dim = keys.shape
     group, m = queries.shape[0] // heads, queries.shape[1]
     grouped = queries.view(heads, group, m, dim)
@@ -102,12 +132,13 @@ def attention_rows(
         step = block or max(1, _block_elements(keys.device) // (group * columns.shape[0]))
         for begin in range(silent[h], m, step):
             rows = grouped[h, :, begin : begin + step].float() * scaling
-            logits = rows @ columns.T
+            # Plain matrices: a batched product over the group is slower on a CPU.
+            logits = (rows.flatten(0, 1) @ columns.T).view(*rows.shape[:2], -1)
             if first_query is not None:
                 _hide_future(logits[..., :n], first_query + begin * query_stride, query_stride)
             _hide_future(logits[..., n : n + tail.shape[0]], tail.shape[0] - m + begin)
             logits[..., : hidden[h]] = -torch.inf
-            yield AttentionRows(h, begin, logits[..., :n], logits.softmax(-1)[..., :n])
+            yield AttentionRows(h, begin, logits, logits.softmax(-1))
 
 
 def _silent(hidden: list[int], m: int, first_query: int | None) -> list[int]:
@@ -141,7 +172,7 @@ def attention_scores(
         for name in reductions
     }
     asked = torch.zeros(heads, 1, 1, dtype=torch.float32)
-    for h, begin, _, probs in attention_rows(
+    for h, begin, _, probs in _every_column(
         queries,
         keys,
         scaling=scaling,
@@ -157,7 +188,7 @@ def attention_scores(
         weight = None if query_weight is None else query_weight[begin : begin + count].float()
         if first_query is not None and min_distance:
             own = first_query + begin * query_stride
-            _drop_near(probs, own - min_distance, query_stride)
+            _drop_near(probs[..., :n], own - min_distance, query_stride)
         _reduce({name: total[h] for name, total in sums.items()}, probs, weight)
         asked[h] += count
     if "mean" in sums:
@@ -189,16 +220,20 @@ def _drop_near(probs: Tensor, last: int, stride: int) -> None:
 
 
 def _reduce(sums: dict[str, Tensor], probs: Tensor, weight: Tensor | None) -> None:
-    """Fold a block of probabilities [G, queries, n] into the sums [G, n]; overwrites it."""
-    if "max" in sums:
-        torch.maximum(sums["max"], probs.amax(1), out=sums["max"])
-    if "mean" in sums or "sum" in sums:
-        total = probs.sum(1)
-        for name in {"mean", "sum"} & set(sums):
-            sums[name] += total
-    if "sumsq" in sums:
+    """Fold a block of probabilities [G, queries, ≥ n] into the sums [G, n]; overwrites it.
+
+    Columns after the n-th are reduced with the others and left out then: cutting them
+    first would copy the block.
+    """
+    for name, total in sums.items():
+        n = total.shape[-1]
+        if name == "max":
+            torch.maximum(total, probs.amax(1)[..., :n], out=total)
+        elif name in ("mean", "sum"):
+            total += probs.sum(1)[..., :n]
+    if "sumsq" in sums:  # last: it overwrites
         weights = probs.new_ones(probs.shape[1]) if weight is None else weight
-        sums["sumsq"] += weights @ probs.square_()
+        sums["sumsq"] += (weights @ probs.square_())[..., : sums["sumsq"].shape[-1]]
 
 
 def scored_attention(
@@ -242,7 +277,7 @@ def scored_attention(
         weight = _inverse_square_norm(out[:, :, begin + skip : end], w_o)
         for h in range(heads):
             sums = {"max": peak[h]} if sumsq is None else {"max": peak[h], "sumsq": sumsq[h]}
-            _reduce(sums, probs[h][:, skip:, :n], weight)
+            _reduce(sums, probs[h][:, skip:], weight)
     return out.view_as(q), peak, sumsq
 
 

@@ -22,11 +22,11 @@ SCORERS: dict[str, Defaults] = {
     "defensive": {"window": None, "kernel": 5, "pooling": "avg"},
     "replay": {
         **{"sinks": None, "recent": None, "chunk": None, "share": None},
-        **{"echo_weight": None, "echo_chunk": None},
+        **{"echo_weight": None, "echo_chunk": None, "echo_reach": None},
         **{"self_weight": None, "distance": None, "stride": None},
     },
     "echo": {
-        **{"sinks": None, "recent": None, "echo_chunk": None},
+        **{"sinks": None, "recent": None, "echo_chunk": None, "echo_reach": None},
         **{"self_weight": None, "distance": None, "stride": None},
     },
     "self": {"sinks": None, "recent": None, "distance": None, "stride": 1},

@@ -92,6 +92,9 @@ class Policy(BaseModel):
     echo_chunk: int = Field(
         default=128, ge=16, le=8192, description="tokens that are echoed together"
     )
+    echo_reach: int = Field(
+        default=0, ge=0, le=1 << 20, description="tokens around a chunk that it sees; 0 = all"
+    )
     echo_weight: Decimal = Field(
         default=Decimal(0), ge=0, le=16, description="weight of echo scores (replay)"
     )

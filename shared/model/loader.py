@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from criticalkv.shared.cache.wire import TORCH_DTYPE
 from criticalkv.shared.config import ModelConfig
 from criticalkv.shared.errors import ConfigError
+from criticalkv.shared.malloc import tune_malloc
 from criticalkv.shared.model.attention import IMPLEMENTATION
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.model.spec import ModelSpec, load_spec, load_tokenizer
@@ -64,6 +65,8 @@ def load_model(config: ModelConfig, threads: int | None = None) -> LoadedModel:
     spec = load_spec(config)
     if spec.device == "cuda":
         _check_fits(spec)
+    else:
+        tune_malloc()  # blocks of logits and activations come and go
     model = AutoModelForCausalLM.from_pretrained(
         spec.path, dtype=TORCH_DTYPE[spec.dtype], attn_implementation=IMPLEMENTATION
     )

@@ -25,7 +25,9 @@ def echo(policy: Policy, layer: ContextLayer) -> LayerScores:
     The context is cut into chunks of `echo_chunk` tokens. Each chunk's queries, and its keys
     once more as the echo's own, move to the positions right behind the context. A query
     sees the ancestors' entries, the whole context and, causally, its own chunk's echo;
-    the softmax runs over all of it and the context's columns are scored.
+    the softmax runs over all of it and the context's columns are scored. With
+    `echo_reach` a query sees of the context only the sinks and what is that near to its
+    chunk, on either side, which costs n instead of n².
 
     Attention is the max over queries and the group. Relative scores weigh each query by
     the layer's output in the first pass; with `self_weight` λ they add λ · those of
@@ -68,22 +70,40 @@ def _echoed(policy: Policy, layer: ContextLayer) -> dict[ops.Reduction, Tensor]:
         raise ValueError("echo needs the model's rotation")
     queries = layer.asking(layer.n)
     weight = layer.output_weight(layer.n) if uses_relative(policy) else None
-    total: dict[ops.Reduction, Tensor] = {}
+    shape = (layer.keys.shape[0], layer.group_size, layer.n)
+    total = {name: queries.new_zeros(shape, dtype=torch.float32) for name in _reductions(policy)}
     for begin in range(0, layer.n, policy.echo_chunk):
         here = slice(begin, begin + policy.echo_chunk)
+        seen = _seen(policy, layer, begin)
         # RoPE depends on differences only: the whole chunk turns by one angle.
         behind = layer.n - begin
         reduced = ops.attention_scores(
             rotate(queries[:, here], behind, layer.rotation),
-            layer.keys,
+            layer.keys if seen is None else layer.keys[:, seen],
             scaling=layer.scaling,
-            reductions=_reductions(policy),
+            reductions=tuple(total),
             tail_keys=rotate(layer.keys[:, here], behind, layer.rotation),
             prefix_keys=layer.prefix_keys,
             prefix_cu=layer.prefix_cu,
             query_weight=None if weight is None else weight[here],
         )
         for name, more in reduced.items():
-            before = total.get(name, torch.zeros_like(more))
-            total[name] = torch.maximum(before, more) if name == "max" else before + more
+            _add(total[name], name, more, slice(None) if seen is None else seen)
     return total
+
+
+def _seen(policy: Policy, layer: ContextLayer, begin: int) -> Tensor | None:
+    """Columns that the chunk from `begin` on sees, ascending; None: all of them."""
+    first = begin - policy.echo_reach
+    last = begin + policy.echo_chunk + policy.echo_reach
+    if not policy.echo_reach or (first <= policy.sinks and last >= layer.n):
+        return None
+    index = layer.index
+    return index[(index < policy.sinks) | ((index >= first) & (index < last))]
+
+
+def _add(total: Tensor, name: str, more: Tensor, columns: Tensor | slice) -> None:
+    if name == "max":
+        total[..., columns] = torch.maximum(total[..., columns], more)
+    else:
+        total[..., columns] += more

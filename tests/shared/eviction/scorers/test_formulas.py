@@ -248,7 +248,12 @@ def echoes(policy: Policy, layer: Layer, h: int, t: int) -> Tensor:
     steps = layer.n - begin
     tail = [behind(layer.keys[kv, j], steps) for j in range(begin, t + 1)]
     keys = torch.cat([layer.keys[kv].double(), torch.stack(tail), layer.prefix[kv].double()])
-    return (SCALING * keys @ behind(layer.queries[h, t], steps)).softmax(0)[: layer.n]
+    logits = SCALING * keys @ behind(layer.queries[h, t], steps)
+    for j in range(layer.n):
+        far = max(begin - j, j - (begin + policy.echo_chunk - 1))
+        if policy.echo_reach and far > policy.echo_reach and j >= policy.sinks:
+            logits[j] = -math.inf
+    return logits.softmax(0)[: layer.n]
 
 
 def echo(policy: Policy, layer: Layer) -> tuple[Tensor, set[int]]:
@@ -318,6 +323,7 @@ def test_critical_scores(scorer: str) -> None:
         ("self", {"distance": 1}),
         ("self", {"distance": 64}),
         ("echo", {"echo_chunk": 128}),
+        ("echo", {"echo_reach": 1}),
         ("h2o", {"span": 1}),
         ("h2o", {"span": 500}),
         ("tova", {"recent": 0}),
@@ -367,6 +373,18 @@ def test_each_strideth_own_query_asks() -> None:
     peaks = [[far(policy, layer, 3)(h, q) for q in range(23)] for h in range(layer.heads * 3)]
     expected = torch.stack([torch.stack(rows).amax(0) for rows in peaks]).unflatten(0, (2, 3))
     close(scores.attention, expected.amax(1))
+
+
+@pytest.mark.parametrize("reach", [1, 3, 20, 40])
+@pytest.mark.parametrize("selector", ["plain", "relative"])
+def test_echo_may_see_what_is_near(selector: str, reach: int) -> None:
+    policy, layer = policy_of("echo", selector, echo_reach=reach), layer_of(55)
+    scores = score(policy, layer)
+    if selector == "plain":
+        close(scores.attention, echo(policy, layer)[0])
+    else:
+        expected = layer.relative(lambda h, q: echoes(policy, layer, h, q))
+        close(scores.relative, expected)
 
 
 def test_echo_adds_own_queries() -> None:
