@@ -88,7 +88,8 @@ def main() -> None:
     torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     samples: dict[str, dict[str, list[list[float]]]] = {}
-    for number, case in enumerate(json.loads(given.cases.read_text())[: given.count]):
+    names: list[str] = []
+    for case in json.loads(given.cases.read_text())[: given.count]:
         started = time.monotonic()
         context, wanted = torch.tensor([case["context_ids"]]), torch.tensor(case["answer_ids"])
         n = context.shape[1]
@@ -102,8 +103,9 @@ def main() -> None:
                 kl = float((full.exp() * (full - found)).sum(-1).mean())
                 right = float((found.argmax(-1) == wanted).all())
                 samples.setdefault(name, {}).setdefault(str(kept), []).append([kl, right])
-        print(f"{number} {case['name']}: {time.monotonic() - started:.0f} s", flush=True)
-        given.out.write_text(json.dumps(samples))
+        names.append(case["name"])
+        print(f"{case['name']}: {time.monotonic() - started:.0f} s", flush=True)
+        given.out.write_text(json.dumps({"cases": names, "samples": samples}))
 
 
 if __name__ == "__main__":

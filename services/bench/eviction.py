@@ -10,48 +10,58 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from torch import Tensor
 
+from criticalkv.services.bench.closeness import TIERS, Closeness, Table
 from criticalkv.services.bench.prefill_cost import measure as measure_cost
 from criticalkv.services.bench.report import Report
 from criticalkv.services.evaluation.case import Case
 from criticalkv.services.evaluation.needles import Needles
 from criticalkv.services.evaluation.news import news
 from criticalkv.services.evaluation.statistics import Estimate
-from criticalkv.services.local.side_by_side import SideBySide, answer_logprobs, greedy
-from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.config import Config
+from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy
-from criticalkv.shared.model.loader import LoadedModel, load_model
+from criticalkv.shared.model.chat import ChatTemplate
+from criticalkv.shared.model.loader import load_model
 
-TIERS = ("0.05", "0.1", "0.2", "0.4", "0.6")
 CONTEXT_TOKENS = 1500
 NEWS_TOKENS = 1000
 SUMMARY_TOKENS = 40
 FIRST_SEED = 10
 """Seeds below were used to choose settings; reports use others."""
-ABLATIONS: dict[str, str] = {"default": DEFAULT_POLICY}
+ABLATIONS: dict[str, str] = {
+    "default": DEFAULT_POLICY,
+    "default without echo": "replay+model+relative:share=0.125",
+    "echo alone": "echo+model+relative:echo_reach=512",
+}
 """Measured on every case."""
 OTHERS = {
+    "full replay": "replay+model+relative",
+    "kvzip": "kvzip",
+    "self": "self+model+relative",
     "snapkv": "snapkv",
     "criticalkv": "criticalkv",
     "adakv": "adakv",
     "criticaladakv": "criticaladakv",
-    "kvzip": "kvzip",
     "expectedattention": "expectedattention",
     "h2o": "h2o",
+    "obcache": "obcache",
+    "keydiff": "keydiff",
     "streamingllm": "streamingllm",
+    "snapkv-kvpress": "snapkv-kvpress",
+    "criticaladakv-kvpress": "criticaladakv-kvpress",
 }
 """Measured on a quarter of the cases."""
+SUMMARIZED = (*ABLATIONS, "full replay", "snapkv", "criticaladakv")
+"""Measured on summaries too."""
 MEANING = {
     "window_share_4k": "scoring, ranking and packing of criticaladakv with the L2 norm ÷ prefill "
     "of 4,096 tokens; ratio, lower is better",
@@ -72,45 +82,6 @@ MEANING = {
     "critical_over_base_kl_adakv": "KL of criticaladakv ÷ of adakv, mean over the tiers of needle "
     "cases; ratio, lower is better",
 }
-
-
-@dataclass
-class Table:
-    """Samples of every policy and tier: KL and agreement, case by case."""
-
-    cells: dict[str, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
-    full: list[float] = field(default_factory=list)
-
-    def add(self, policy: str, tier: str, kl: float, agreement: float) -> None:
-        """Add one case's sample."""
-        self.cells.setdefault(policy, {}).setdefault(tier, []).append((kl, agreement))
-
-    def kl(self, policy: str, tier: str) -> float | None:
-        """Mean KL, or None if not measured."""
-        return self._mean(policy, tier, 0)
-
-    def over_full(self, policy: str, tier: str) -> float | None:
-        """Agreement ÷ the full cache's on the same cases, or None."""
-        right, cases = self._mean(policy, tier, 1), self.cells.get(policy, {}).get(tier, [])
-        full = sum(self.full[: len(cases)])
-        return None if right is None or not full else right * len(cases) / full
-
-    def _mean(self, policy: str, tier: str, which: int) -> float | None:
-        samples = [s[which] for s in self.cells.get(policy, {}).get(tier, [])]
-        return Estimate.of(samples).mean if samples else None
-
-    def estimates(self) -> dict[str, Any]:
-        """Every cell with its confidence intervals."""
-        return {
-            policy: {
-                tier: {
-                    "kl": Estimate.of([s[0] for s in samples]).as_json(),
-                    "agreement": Estimate.of([s[1] for s in samples]).as_json(),
-                }
-                for tier, samples in row.items()
-            }
-            for policy, row in self.cells.items()
-        }
 
 
 def run(
@@ -144,12 +115,17 @@ def run(
     report.details["policies"] = {
         name: Policy.parse(text).canonical() for name, text in {**always, **others}.items()
     }
+    every = {**always, **others}
+    closeness = Closeness(model, config.eviction)
+    closeness.check(every.values())
+    found = [_case(needles, i, tokens) for i in range(count)]
+    beside = _beside(kvpress, [case.name for case in found]) if kvpress else {}
+    summarized = {k: v for k, v in every.items() if k in (*SUMMARIZED, *policies)}
     with _progress() as progress:
-        table = _needles(model, needles, tokens, count, always, others, progress)
-        summaries = _summaries(model, data, quick, {**always, **others}, progress)
         costs = measure_cost(model, (512,) if quick else (1024, 2048, 4096), progress)
-    if kvpress is not None:
-        table.cells |= json.loads(kvpress.read_text())
+        table = _needles(closeness, found, always, others, progress)
+        summaries = _summaries(closeness, model.chat, data, quick, summarized, progress)
+    table.cells |= beside
     report.details["needles"] = table.estimates() | {"full": Estimate.of(table.full).as_json()}
     report.details["summaries"] = summaries.estimates()
     report.details["cost"] = costs
@@ -193,89 +169,46 @@ def _mean_ratio(table: Table, policy: str, base: str) -> float | None:
 
 
 def _needles(
-    model: LoadedModel,
-    needles: Needles,
-    tokens: int,
-    count: int,
+    closeness: Closeness,
+    cases: Sequence[Case],
     always: dict[str, str],
     others: dict[str, str],
     progress: Progress,
 ) -> Table:
     table = Table()
-    task = progress.add_task("needles", total=count)
-    for i in range(count):
-        case = _case(needles, i, tokens)
+    for i, case in enumerate(progress.track(cases, description="needles")):
         # Others see pairs of the first cases, so that both kinds are there.
-        named = {**always, **(others if i < max(2, count // 4) else {})}
-        _one_needle(model, case, named, table)
-        progress.advance(task)
+        named = {**always, **(others if i < max(2, len(cases) // 4) else {})}
+        closeness.of_case(case, named, table)
     return table
-
-
-def _one_needle(model: LoadedModel, case: Case, named: dict[str, str], table: Table) -> None:
-    context = SideBySide(model, case.context_ids)
-    wanted = torch.tensor(case.answer_ids, device=model.device)
-    full = answer_logprobs(model, [context.full()], case.question_ids, case.answer_ids)[0]
-    table.full.append(float((full.argmax(-1) == wanted).all()))
-    for name, tier, found in _answers(
-        model, context, named, lambda caches: _of_case(model, case, caches)
-    ):
-        right = float((found.argmax(-1) == wanted).all())
-        table.add(name, tier, divergence(full, found), right)
-
-
-def _of_case(model: LoadedModel, case: Case, caches: Sequence[RaggedCache]) -> Tensor:
-    return answer_logprobs(model, caches, case.question_ids, case.answer_ids)
 
 
 def _summaries(
-    model: LoadedModel, data: Path | None, quick: bool, named: dict[str, str], progress: Progress
+    closeness: Closeness,
+    chat: ChatTemplate,
+    data: Path | None,
+    quick: bool,
+    named: dict[str, str],
+    progress: Progress,
 ) -> Table:
     table = Table()
-    rows = list(news(model.chat, data, NEWS_TOKENS))[: 1 if quick else None]
+    rows = list(news(chat, data, NEWS_TOKENS))[: 1 if quick else None]
     for _, ids, question in progress.track(rows, description="summaries"):
-        context = SideBySide(model, ids)
-        answer = greedy(model, context.full(), question, 4 if quick else SUMMARY_TOKENS)
-        full = answer_logprobs(model, [context.full()], question, answer)[0]
-
-        def follow(
-            caches: Sequence[RaggedCache],
-            question: list[int] = question,
-            answer: list[int] = answer,
-        ) -> Tensor:
-            return answer_logprobs(model, caches, question, answer)
-
-        for name, tier, found in _answers(model, context, named, follow):
-            same = float((found.argmax(-1) == full.argmax(-1)).float().mean())
-            table.add(name, tier, divergence(full, found), same)
+        closeness.of_continuation(ids, question, 4 if quick else SUMMARY_TOKENS, named, table)
     return table
 
 
-def _answers(
-    model: LoadedModel,
-    context: SideBySide,
-    named: dict[str, str],
-    follow: Callable[[Sequence[RaggedCache]], Tensor],
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (policy, tier, log probabilities [answer, vocab]) of every policy and tier."""
-    del model
-    for name, text in named.items():
-        caches = _every_tier(context, Policy.parse(text))
-        for tier, found in zip(TIERS, follow(caches), strict=True):
-            yield name, tier, found
+def _beside(path: Path, names: Sequence[str]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Read another library's cells.
 
-
-def _every_tier(context: SideBySide, policy: Policy) -> list[RaggedCache]:
-    cache = context.compress(policy, TIERS).cache
-    if cache.tiers == TIERS:
-        return [cache.at_tier(tier) for tier in TIERS]
-    # Not nested: each tier is a cache of its own.
-    return [context.compress(policy, (tier,)).cache for tier in TIERS]
-
-
-def divergence(full: Tensor, other: Tensor) -> float:
-    """KL(full ‖ other) of log probabilities [tokens, vocab], mean over tokens, nats."""
-    return float((full.exp() * (full - other)).sum(-1).mean())
+    Raises:
+        ConfigError: if they are not of the first of these cases.
+    """
+    found = json.loads(path.read_text())
+    if found["cases"] != list(names[: len(found["cases"])]):
+        raise ConfigError(f"{path} was measured on other cases", param="kvpress")
+    cells: dict[str, dict[str, list[tuple[float, float]]]] = found["samples"]
+    return cells
 
 
 @contextmanager

@@ -64,7 +64,7 @@ PRESETS: dict[str, dict[str, Defaults]] = {
 """Defaults of a part where a preset has its own."""
 
 ALIASES = {
-    "default": "replay+model+relative",
+    "default": "replay+model+relative:share=0.125,echo_weight=4,echo_reach=512",
     "snapkv": "window+uniform+plain",
     "adakv": "window+adakv+plain",
     "pyramidkv": "window+pyramidkv+plain",

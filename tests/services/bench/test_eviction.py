@@ -10,8 +10,9 @@ import torch
 from tiny_models import make_model
 
 from criticalkv.services.bench import eviction, prefill_cost
-from criticalkv.services.bench.eviction import TIERS, Table, divergence
-from criticalkv.shared.config import Config, ModelConfig
+from criticalkv.services.bench.closeness import TIERS, Closeness, Table, divergence
+from criticalkv.shared.config import Config, EvictionConfig, ModelConfig
+from criticalkv.shared.errors import ConfigError, PolicyError
 
 
 def test_a_quick_run_fills_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +30,12 @@ def test_a_quick_run_fills_its_report(tmp_path: Path, monkeypatch: pytest.Monkey
     assert written["headline"]["window_share_4k"] is None  # only 512 tokens
     assert written["headline"]["replay_kl_10pct"] > 0
     assert written["headline"]["critical_over_base_kl_snapkv"] > 0
-    for table in ("needles", "summaries"):
+    for table, policies in (
+        ("needles", {*eviction.ABLATIONS, *eviction.OTHERS}),
+        ("summaries", set(eviction.SUMMARIZED)),
+    ):
         cells = written["samples"][table]
-        assert set(cells) == {*eviction.ABLATIONS, *eviction.OTHERS}
+        assert set(cells) == policies
         assert all(set(row) == set(TIERS) for row in cells.values())
     cost = written["details"]["cost"]["512"]
     assert cost["snapkv"]["scoring_over_prefill"] > 0
@@ -50,6 +54,19 @@ def test_cases_go_to_other_libraries_and_results_come_back(tmp_path: Path) -> No
         "niah_single-12",
     ]
     assert all(case["context_ids"] and case["question_ids"] for case in cases)
+    theirs = {"press": {"0.1": [[0.5, 1.0]]}}
+    path = tmp_path / "kvpress.json"
+    path.write_text(json.dumps({"cases": ["niah_single-10"], "samples": theirs}))
+    assert eviction._beside(path, ["niah_single-10", "niah_multikey-11"]) == theirs
+    with pytest.raises(ConfigError, match="other cases"):
+        eviction._beside(path, ["niah_single-12"])
+
+
+def test_policies_are_checked_before_anything_is_measured() -> None:
+    closeness = Closeness(make_model(), EvictionConfig())
+    for bad in ("no+such+policy", "window+headkv+plain:profile=" + "0" * 64):
+        with pytest.raises(PolicyError):
+            closeness.check([bad])
 
 
 def test_table_compares_equal_cases_only() -> None:
