@@ -21,6 +21,7 @@ from criticalkv.kernels import flash, reference
 Norm = Literal["l1", "l2"]
 Reduction = Literal["mean", "sum", "max", "sumsq"]
 AttentionRows = reference.AttentionRows
+MIN_NORM = reference.MIN_NORM
 
 
 def value_norm(values: Tensor, w_o: Tensor, group_size: int, norm: Norm = "l1") -> Tensor:
@@ -168,7 +169,6 @@ def attention_rows(
         prefix_keys=prefix_keys,
         prefix_cu=prefix_cu,
         padding=padding,
-        query_stride=1,
         block=block,
     )
 

@@ -62,8 +62,14 @@ def _value_norm_l2(values: Tensor, weights: Tensor) -> Tensor:
 
 def output_norms(attn_out: Tensor, w_o: Tensor) -> Tensor:
     """Return ‖W_O · concat_h(attn_out)‖₂ per query, fp32 [m]."""
-    joined = attn_out.float().transpose(0, 1).flatten(1)
-    return F.linear(joined, w_o.float()).square().sum(-1).sqrt()
+    heads, m, dim = attn_out.shape
+    weights = w_o.float()
+    out = torch.empty(m, dtype=torch.float32, device=attn_out.device)
+    row = max(heads * dim, w_o.shape[0])
+    for begin, end in _query_blocks(m, row, _block_elements(attn_out.device)):
+        joined = attn_out[:, begin:end].float().transpose(0, 1).flatten(1)
+        out[begin:end] = torch.linalg.vector_norm(F.linear(joined, weights), dim=-1)
+    return out
 
 
 class AttentionRows(NamedTuple):
@@ -85,7 +91,6 @@ def attention_rows(
     prefix_keys: Tensor | None,
     prefix_cu: Tensor | None,
     padding: Tensor | None,
-    query_stride: int,
     block: int | None,
 ) -> Iterator[AttentionRows]:
     """Yield the softmaxed scores of `keys`, a block of queries of one KV head at a time."""
@@ -99,7 +104,7 @@ def attention_rows(
         prefix_keys=prefix_keys,
         prefix_cu=prefix_cu,
         padding=padding,
-        query_stride=query_stride,
+        query_stride=1,
         block=block,
     ):
         yield rows._replace(logits=rows.logits[..., :n], probs=rows.probs[..., :n])
@@ -172,7 +177,7 @@ def attention_scores(
         for name in reductions
     }
     asked = torch.zeros(heads, 1, 1, dtype=torch.float32)
-    for h, begin, _, probs in _every_column(
+    for h, begin, logits, probs in _every_column(
         queries,
         keys,
         scaling=scaling,
@@ -191,6 +196,8 @@ def attention_scores(
             _drop_near(probs[..., :n], own - min_distance, query_stride)
         _reduce({name: total[h] for name, total in sums.items()}, probs, weight)
         asked[h] += count
+        # Or this block would live on while the next one is made.
+        del logits, probs
     if "mean" in sums:
         sums["mean"] /= asked.clamp_min(1).to(keys.device)
     return sums

@@ -161,6 +161,20 @@ class DeleteNodeRequest(_message.Message):
     unreferenced: bool
     def __init__(self, node_id: _Optional[str] = ..., expected_attempt: _Optional[str] = ..., unreferenced: _Optional[bool] = ...) -> None: ...
 
+class LinkBetterRequest(_message.Message):
+    __slots__ = ("node_id", "better_id")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    BETTER_ID_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    better_id: str
+    def __init__(self, node_id: _Optional[str] = ..., better_id: _Optional[str] = ...) -> None: ...
+
+class LinkBetterResponse(_message.Message):
+    __slots__ = ("linked",)
+    LINKED_FIELD_NUMBER: _ClassVar[int]
+    linked: bool
+    def __init__(self, linked: _Optional[bool] = ...) -> None: ...
+
 class DeleteNodeResponse(_message.Message):
     __slots__ = ("deleted",)
     DELETED_FIELD_NUMBER: _ClassVar[int]

@@ -5,7 +5,7 @@ import warnings
 
 from criticalkv.proto import cache_store_pb2 as criticalkv_dot_proto_dot_cache__store__pb2
 
-GRPC_GENERATED_VERSION = '1.81.0'
+GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -53,6 +53,11 @@ class CacheStoreStub:
                 '/criticalkv.store.v1.CacheStore/DeleteNode',
                 request_serializer=criticalkv_dot_proto_dot_cache__store__pb2.DeleteNodeRequest.SerializeToString,
                 response_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.DeleteNodeResponse.FromString,
+                _registered_method=True)
+        self.LinkBetter = channel.unary_unary(
+                '/criticalkv.store.v1.CacheStore/LinkBetter',
+                request_serializer=criticalkv_dot_proto_dot_cache__store__pb2.LinkBetterRequest.SerializeToString,
+                response_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.LinkBetterResponse.FromString,
                 _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/criticalkv.store.v1.CacheStore/Pin',
@@ -162,6 +167,14 @@ class CacheStoreServicer:
 
     def DeleteNode(self, request, context):
         """Drop a node's KV (its token record stays). Used on corruption and by janitors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LinkBetter(self, request, context):
+        """Have a node's removal by DeleteHandle, or unreferenced, also remove a better one that
+        was computed from the same tokens, unless something refers to that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -295,6 +308,11 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     servicer.DeleteNode,
                     request_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.DeleteNodeRequest.FromString,
                     response_serializer=criticalkv_dot_proto_dot_cache__store__pb2.DeleteNodeResponse.SerializeToString,
+            ),
+            'LinkBetter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LinkBetter,
+                    request_deserializer=criticalkv_dot_proto_dot_cache__store__pb2.LinkBetterRequest.FromString,
+                    response_serializer=criticalkv_dot_proto_dot_cache__store__pb2.LinkBetterResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -480,6 +498,33 @@ class CacheStore:
             '/criticalkv.store.v1.CacheStore/DeleteNode',
             criticalkv_dot_proto_dot_cache__store__pb2.DeleteNodeRequest.SerializeToString,
             criticalkv_dot_proto_dot_cache__store__pb2.DeleteNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LinkBetter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/criticalkv.store.v1.CacheStore/LinkBetter',
+            criticalkv_dot_proto_dot_cache__store__pb2.LinkBetterRequest.SerializeToString,
+            criticalkv_dot_proto_dot_cache__store__pb2.LinkBetterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,7 @@ from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy, canonical_
 from criticalkv.shared.identity import POLICY_DENSE, canonical_tier
 
 ENV_PREFIX = "CRITICALKV__"
+MAX_FOLD_AFTER = 500  # below what a chain may have: it grows while it is folded
 DEFAULT_TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6", "0.8", "1")
 
 
@@ -75,7 +76,7 @@ class EvictionConfig(_Section):
     fold_after: int = Field(
         default=64,
         ge=0,
-        le=500,
+        le=MAX_FOLD_AFTER,
         description="nodes in a conversation's chain, beyond which it becomes one new node in "
         "the background; 0 = off",
     )

@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CODEC_RAW = "raw"
 POLICY_DENSE = "dense"
 """Policy of nodes that keep every entry, such as a turn: one tier, 1."""

@@ -25,7 +25,7 @@ class PrefillRequest(_Message):
 
     node_id: str = Field(pattern=HEX64, description="expected id; the worker recomputes it")
     token_ids: tuple[int, ...] = Field(min_length=1)
-    policy: str
+    policy: str = Field(max_length=512)
     store_tier: str = Field(description="highest tier to store")
     salt: str = Field(pattern=HEX64)
     ancestors: tuple[str, ...] = ()
@@ -88,7 +88,9 @@ class DecodeRequest(_Message):
     token_ids: tuple[int, ...] = Field(min_length=1, description="pending ids included")
     salt: str = Field(pattern=HEX64)
     sampling: Sampling
-    policy: str = Field(default=POLICY_DENSE, description="of the turn: dense, or a stepwise one")
+    policy: str = Field(
+        default=POLICY_DENSE, max_length=512, description="of the turn: dense, or a stepwise one"
+    )
     publish: bool = True
     ttl_ms: int = Field(default=0, ge=0)
     deadline_s: float = Field(default=600.0, gt=0)

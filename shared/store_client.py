@@ -288,6 +288,11 @@ class StoreClient:
         request = pb.DeleteNodeRequest(node_id=node_id, expected_attempt=expected_attempt)
         return bool(self._idempotent("DeleteNode", request).deleted)
 
+    def link_better(self, node_id: str, better_id: str) -> bool:
+        """Have the removal of a node remove a better one; False if it has been removed."""
+        request = pb.LinkBetterRequest(node_id=node_id, better_id=better_id)
+        return bool(self._idempotent("LinkBetter", request).linked)
+
     def delete_unreferenced(self, node_id: str) -> bool:
         """Remove a node, record included, unless a handle, pin or child refers to it."""
         request = pb.DeleteNodeRequest(node_id=node_id, unreferenced=True)

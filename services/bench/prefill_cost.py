@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 from rich.progress import Progress
@@ -17,6 +16,7 @@ from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import Identity, tenant_salt, tokens_digest
 from criticalkv.shared.malloc import trim_malloc
 from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.python_reference import python_reference
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 POLICIES = (
@@ -89,7 +89,7 @@ def _once(
 
 
 def _tokens(model: LoadedModel, n: int) -> tuple[int, ...]:
-    text = "\n".join(topics[name] for name in sorted(topics))
+    text = python_reference()
     return tuple(model.chat.encode_content(text[: 8 * n])[:n])
 
 

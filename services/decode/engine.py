@@ -225,8 +225,14 @@ class DecodeEngine:
         self._check_alive(sequence)
 
     def _check_alive(self, sequence: Sequence) -> None:
-        if sequence.cancelled.is_set() or self._closed.is_set():
+        if sequence.cancelled.is_set():
             raise CancelledError("the request was cancelled")
+        self._check_open(sequence)
+
+    def _check_open(self, sequence: Sequence) -> None:
+        """Unlike `_check_alive` for what is done with cancelled turns, too."""
+        if self._closed.is_set():
+            raise CancelledError("the decode worker is stopping")
         if time.monotonic() > sequence.deadline:
             raise DeadlineError("the request's deadline has passed")
 
@@ -274,7 +280,7 @@ class DecodeEngine:
     def _publish(self, sequence: Sequence, identity: Identity) -> int:
         assert sequence.kv is not None
         tokens = sequence.published_tokens
-        cache: RaggedCache = sequence.kv.own(tokens)
+        cache: RaggedCache = sequence.kv.own(tokens, lambda: self._check_open(sequence))
         published = publish_cache(
             self._store,
             identity,

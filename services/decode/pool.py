@@ -6,7 +6,7 @@ sequence its own copy of its chain; it knows no pages and shares nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,10 +35,11 @@ class SequenceKV(Protocol):
         """Do what is due once all layers have the tokens of a step."""
         ...
 
-    def own(self, token_ids: Sequence[int]) -> RaggedCache:
+    def own(self, token_ids: Sequence[int], check: Callable[[], None]) -> RaggedCache:
         """Return the KV, on the CPU, of a turn that consists of exactly these tokens.
 
-        They are the first of those that ran.
+        They are the first of those that ran. If that takes forwards, `check` is called
+        between layers, and may raise to stop.
         """
         ...
 
@@ -89,7 +90,7 @@ class MergedKV:
     def end_step(self) -> None:
         """Nothing is due: everything is kept."""
 
-    def own(self, token_ids: Sequence[int]) -> RaggedCache:
+    def own(self, token_ids: Sequence[int], check: Callable[[], None]) -> RaggedCache:  # noqa: ARG002
         """See SequenceKV."""
         num_tokens = len(token_ids)
         layers = tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ class StepwiseKV:
         if self._node.tokens % self._policy.interval == 0:
             self._node.evict_all()
 
-    def own(self, token_ids: Sequence[int]) -> RaggedCache:
+    def own(self, token_ids: Sequence[int], check: Callable[[], None]) -> RaggedCache:
         """See SequenceKV.
 
         A stop string may cut off tokens that an eviction looked at already. What the
@@ -42,4 +42,4 @@ class StepwiseKV:
         cache = self._node.cache(len(token_ids))
         if cache is not None:
             return cache
-        return StepwisePass(self._model, self._policy, self._chain).run(token_ids)
+        return StepwisePass(self._model, self._policy, self._chain, check).run(token_ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from pydoc_data.topics import topics
 
 from criticalkv.services.evaluation.case import (
     Case,
@@ -15,6 +14,7 @@ from criticalkv.services.evaluation.case import (
     shorten,
 )
 from criticalkv.shared.model.chat import ChatTemplate
+from criticalkv.shared.python_reference import python_reference
 
 INSTRUCTION = (
     "Some special magic numbers are hidden within the following text. Memorize them. I will "
@@ -35,7 +35,7 @@ class Needles:
     def __init__(self, chat: ChatTemplate, data: Path | None = None) -> None:
         """Read the haystack: essays in `data`, or Python's own language reference."""
         path = data_file(ESSAYS, data)
-        text = path.read_text() if path else "\n".join(topics[name] for name in sorted(topics))
+        text = path.read_text() if path else python_reference()
         self.haystack = ESSAYS if path else "pydoc_data.topics"
         self._chat = chat
         self._paragraphs = [p for p in re.split(r"\n\s*\n" if not path else "\n", text) if p[80:]]

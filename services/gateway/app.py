@@ -130,7 +130,7 @@ def _add_chat(app: FastAPI, core: GatewayCore) -> None:
         key = request.headers.get("idempotency-key")
 
         async def start(handle: str) -> Reply:
-            return await chat.start(tenant, body, handle, deadline)
+            return await chat.start(tenant, body, handle, deadline, is_retry=key is not None)
 
         async def run() -> Reply:
             if key is None:

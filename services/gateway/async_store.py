@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.gateway.leftovers import Leftovers
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import CriticalKVError
 from criticalkv.shared.identity import NodeId
@@ -26,10 +27,19 @@ class AsyncStore:
 
     Health checks, and what renews leases and gives them back, have threads of their own:
     they must not wait behind calls that hang.
+
+    Args:
+        client: closed with this.
+        threads: calls at once.
+        longest_s: what a request may take at most.
+
+    Attributes:
+        leftovers: nodes that are to be removed once nobody can be reading them.
     """
 
-    def __init__(self, client: StoreClient, threads: int = 16) -> None:
+    def __init__(self, client: StoreClient, threads: int = 16, longest_s: float = 600.0) -> None:
         self._client = client
+        self.leftovers = Leftovers(self.delete_unreferenced, longest_s)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="store")
         self._health = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="store-health")
         self._leases = ThreadPoolExecutor(LEASE_THREADS, thread_name_prefix="store-lease")
@@ -42,6 +52,7 @@ class AsyncStore:
 
     async def stat(self, node_ids: Sequence[NodeId]) -> list[pb.NodeStat]:
         """Look up nodes; answers in the order asked."""
+        await self.leftovers.met(node_ids)
         return await self._call(lambda: self._client.stat(node_ids))
 
     async def token_records(self, node_ids: Sequence[NodeId]) -> list[TokenRecord | None]:
@@ -79,6 +90,10 @@ class AsyncStore:
         return await self._call(
             lambda: self._client.move_handle(tenant, handle, from_node, to_node, metadata)
         )
+
+    async def link_better(self, node_id: NodeId, better_id: NodeId) -> bool:
+        """Have a node's removal remove another one; False if it has been removed."""
+        return await self._call(lambda: self._client.link_better(node_id, better_id))
 
     async def delete_unreferenced(self, node_id: NodeId) -> bool:
         """Remove a node unless a handle, pin or child refers to it."""

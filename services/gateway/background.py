@@ -24,7 +24,7 @@ from criticalkv.shared.errors import (
 )
 
 RETRY_S = (1.0, 30.0)  # first and longest pause
-ATTEMPTS = 6
+ATTEMPTS = 6  # that failed; one that only made room for others is none
 REST_S = 600.0  # what has failed is not tried again meanwhile
 MAX_RESTING = 1024
 # What may be otherwise a little later; everything else fails the same way again.
@@ -53,7 +53,7 @@ class Job(Protocol):
         ...
 
     def replaces(self, other: Job) -> bool:
-        """Whether the other one has become pointless with this one."""
+        """Whether the other one, if it has not begun, is pointless with this one."""
         ...
 
     async def run(self, deadline: Deadline) -> Outcome:
@@ -86,14 +86,17 @@ class Background:
 
         Returns at once, and raises nothing.
         """
-        self._drop_replaced(job)
         same = self._job(job.key)
         if same is not None:
             same.join(job)
             return True
-        if self._closed or self._rests(job.key) or len(self._waiting) >= self._size:
+        replaced = [key for key, other in self._waiting.items() if job.replaces(other)]
+        full = len(self._waiting) - len(replaced) >= self._size
+        if self._closed or self._rests(job.key) or full:
             self._metrics.background(job.kind, "dropped")
             return False
+        for key in replaced:
+            self._metrics.background(self._waiting.pop(key).kind, "dropped")
         self._waiting[job.key] = job
         self._metrics.background(job.kind, "queued")
         if self._worker is None or self._worker.done():
@@ -118,12 +121,6 @@ class Background:
         running = self._running
         return running if running and running.key == key else self._waiting.get(key)
 
-    def _drop_replaced(self, job: Job) -> None:
-        for key in [key for key, other in self._waiting.items() if job.replaces(other)]:
-            self._metrics.background(self._waiting.pop(key).kind, "dropped")
-        if self._running is not None and self._current and job.replaces(self._running):
-            self._current.cancel()
-
     async def _work(self) -> None:
         while self._waiting:
             _, job = self._waiting.popitem(last=False)
@@ -135,6 +132,8 @@ class Background:
                 await asyncio.gather(self._current, return_exceptions=True)
                 if self._current.cancelled():
                     self._metrics.background(job.kind, "dropped")
+                # `_run` does it too, but not if it was cancelled before its first step.
+                self._running = self._current = None
 
     async def _run(self, job: Job) -> None:
         deadline = Deadline.after(self._timeout_s)
@@ -153,15 +152,18 @@ class Background:
         self._metrics.background(job.kind, event)
 
     async def _attempts(self, job: Job, deadline: Deadline) -> Outcome:
-        pause = RETRY_S[0]
-        for _ in range(ATTEMPTS - 1):
+        pause, failed = RETRY_S[0], 0
+        while True:
             try:
                 return await job.run(deadline)
-            except TRANSIENT:
+            except TRANSIENT as error:
+                # Under load it makes room again and again: the deadline bounds that.
+                failed += not isinstance(error, OverloadedError)
+                if failed >= ATTEMPTS:
+                    raise
                 self._metrics.background(job.kind, "retried")
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_S[1])
-        return await job.run(deadline)
 
     def _rests(self, key: str) -> bool:
         return self._resting.get(key, 0.0) > time.monotonic()

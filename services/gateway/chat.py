@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from criticalkv.services.gateway.auth import Tenant
 from criticalkv.services.gateway.choices import Choices
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
-from criticalkv.services.gateway.nodes import Want
+from criticalkv.services.gateway.nodes import Want, length_of
 from criticalkv.services.gateway.plan import Plan, check_room
 from criticalkv.services.gateway.prompt import Prompt, add_implicit, check_text_size, flatten
 from criticalkv.services.gateway.schemas import ChatRequest, parse_ttl
@@ -24,11 +24,12 @@ from criticalkv.services.gateway.transcript import Transcript
 from criticalkv.services.gateway.workers import Event
 from criticalkv.shared.errors import (
     CancelledError,
+    ContextNotFoundError,
     CriticalKVError,
     IdempotencyConflictError,
     InvalidRequestError,
 )
-from criticalkv.shared.identity import tenant_salt
+from criticalkv.shared.identity import NodeId, tenant_salt
 from criticalkv.shared.model.chat import Message, Part
 from criticalkv.shared.requests import (
     DecodeDelta,
@@ -59,9 +60,18 @@ class Chat:
         self._core = core
 
     async def start(
-        self, tenant: Tenant, request: ChatRequest, handle: str, deadline: Deadline
+        self,
+        tenant: Tenant,
+        request: ChatRequest,
+        handle: str,
+        deadline: Deadline,
+        *,
+        is_retry: bool = False,
     ) -> Turn:
         """Plan a turn, prefill what is missing, and wait for decode's first event.
+
+        Args:
+            is_retry: an earlier attempt may have bound the handle.
 
         Raises:
             CriticalKVError: everything that can be refused before the first token.
@@ -72,12 +82,34 @@ class Chat:
         check_text_size(messages, core.template, core.model.max_positions)
         base = await self._base(tenant, request)
         prompt, transcript = await asyncio.to_thread(self._render, request, messages, base)
-        want = self._want(request, base)
+        known = await self._known(tenant, handle) if is_retry else ()
+        want = self._want(request, base, known)
         plan = await self._plan(request, base, prompt, want, deadline)
-        core.swapper.refine(plan.provisional)
         turn = Turn(core, tenant, request, handle, base, want, transcript, received)
         await turn.open(plan, deadline)
+        core.swapper.refine(plan.provisional)  # not before: it would compete with the turn
         return turn
+
+    async def _known(self, tenant: Tenant, handle: str) -> tuple[NodeId, ...]:
+        """Return the chain that an earlier attempt's turn was bound to.
+
+        Going on from better nodes that are there by now, this one would be another turn.
+        """
+        store = self._core.store
+        try:
+            bound = await store.resolve_handle(tenant.digest, handle)
+        except ContextNotFoundError:
+            return ()
+        record = (await store.token_records([bound.node_id]))[0]
+        return (*record.ancestors, bound.node_id) if record else ()
+
+    async def _same_base(self, node_id: NodeId, known: Collection[NodeId]) -> NodeId:
+        """Return the known node that this one was put in the place of, or itself."""
+        if not known or node_id in known:
+            return node_id
+        own, *others = await self._core.store.stat([node_id, *known])
+        same = [s for s in others if s.present and length_of(s) == length_of(own)]
+        return same[0].node_id if same else node_id
 
     async def _base(self, tenant: Tenant, request: ChatRequest) -> Base:
         """Return what the messages follow: nothing, or a stored context."""
@@ -112,7 +144,7 @@ class Chat:
         reusable = transcripts if template.incremental else []
         return flatten(pieces, template, messages, reusable), after
 
-    def _want(self, request: ChatRequest, base: Base) -> Want:
+    def _want(self, request: ChatRequest, base: Base, known: Collection[NodeId]) -> Want:
         return self._core.want(
             policy=base.policy,
             first_policy=base.first_policy,
@@ -121,6 +153,7 @@ class Chat:
             store_tier=request.criticalkv.store_tier,
             ttl_ms=_ttl_ms(request),
             turn_policy=request.criticalkv.turn_policy,
+            known=frozenset(known),
         )
 
     async def _plan(
@@ -130,7 +163,8 @@ class Chat:
         check_room(len(prompt.ids), room, core.model.max_positions)
         if base.node_id is None:
             return await core.planner.resent(prompt, want, room, deadline)
-        return await core.planner.continued(base.node_id, prompt, want, room, deadline)
+        node_id = await self._same_base(base.node_id, want.known)
+        return await core.planner.continued(node_id, prompt, want, room, deadline)
 
 
 class Turn:
@@ -274,9 +308,11 @@ class Turn:
         return None
 
     def _fold(self, index: int, leaf: str, end: DecodeEnd, after: Transcript) -> None:
-        core, handle = self._core, Bound(self._tenant.digest, self._handles[index])
-        alias = after.digest if core.template.incremental else None
-        core.swapper.fold(leaf, end.ancestors, self._want, handle, alias)
+        if index:  # one fold per turn: choices are alternatives, most of them never taken up
+            return
+        alias = after.digest if self._core.template.incremental else None
+        bound = Bound(self._tenant.digest, self._handles[index], alias=alias)
+        self._core.swapper.fold(leaf, end.ancestors, self._want, bound)
 
     async def _alias(self, digest: str, node_id: str, view: tuple[str, ...]) -> None:
         """Let resent history find the turn. Without it the turn is only prefilled again."""

@@ -18,6 +18,7 @@ from criticalkv.services.gateway.transcript import Metadata, Transcript
 from criticalkv.shared.errors import (
     ContextExpiredError,
     ContextLengthError,
+    ContextNotFoundError,
     CriticalKVError,
     InvalidRequestError,
     NodeMissingError,
@@ -115,14 +116,22 @@ class Contexts:
 
     async def pin(self, tenant: Tenant, handle: str, *, keep: bool) -> dict[str, Any]:
         """Keep a context and its ancestors until unpinned, or stop keeping them."""
-        store = self._core.store
-        found = await self._core.resolve(tenant, handle)
-        call = store.pin if keep else store.unpin
+        node_id = (await self._core.resolve(tenant, handle)).node_id
+        while True:
+            await self._pin(tenant, node_id, keep=keep)
+            now = (await self._core.resolve(tenant, handle)).node_id
+            if True:
+                return {"id": handle, "object": "context", "pinned": keep}
+            # The handle was led to a better node meanwhile: the pin may not have gone with it.
+            await self._unpin_last(tenant, handle, node_id)
+            node_id = now
+
+    async def _pin(self, tenant: Tenant, node_id: str, *, keep: bool) -> None:
+        call = self._core.store.pin if keep else self._core.store.unpin
         try:
-            await call(tenant.digest, found.node_id)
+            await call(tenant.digest, node_id)
         except NodeMissingError as error:
             raise ContextExpiredError("the context is no longer stored; send it again") from error
-        return {"id": handle, "object": "context", "pinned": keep}
 
     async def _unpin_last(self, tenant: Tenant, handle: str, node_id: str) -> None:
         """Unpin a node with the tenant's last handle on it: nobody could do it later."""
@@ -141,14 +150,25 @@ class Contexts:
             return None
         if not meta.node_policy:
             return "done"
-        pending = self._core.swapper.refines(handle.node_id, meta.policy)
+        pending = self._core.swapper.refines(handle.node_id, meta.policy, meta.store_tier)
         return "pending" if pending else "given_up"
+
+    async def _latest(self, handle: pb.Handle) -> pb.Handle:
+        """Read a handle again if its refinement seems to have failed: it may just have ended."""
+        meta = _readable(handle)
+        if meta is None or self._refinement(handle, meta) != "given_up":
+            return handle
+        try:
+            return await self._core.store.resolve_handle(handle.tenant, handle.handle)
+        except ContextNotFoundError:
+            return handle
 
     def _render(self, messages: list[Message]) -> Prompt:
         template = self._core.template
         return flatten(template.render(messages, add_generation_prompt=False), template)
 
     async def _objects(self, handles: list[pb.Handle]) -> list[dict[str, Any]]:
+        handles = [await self._latest(handle) for handle in handles]
         stats = await self._core.store.stat([h.node_id for h in handles]) if handles else []
         return [
             describe(handle, meta, stat) | {"refinement": self._refinement(handle, meta)}

@@ -12,7 +12,7 @@ from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.auth import Authenticator, Tenant
 from criticalkv.services.gateway.background import Background
 from criticalkv.services.gateway.metrics import Metrics
-from criticalkv.services.gateway.nodes import Model, Want
+from criticalkv.services.gateway.nodes import Model, Want, is_ours
 from criticalkv.services.gateway.plan import Planner
 from criticalkv.services.gateway.prefill_once import Prefiller
 from criticalkv.services.gateway.restore import Restorer
@@ -21,7 +21,7 @@ from criticalkv.services.gateway.transcript import Metadata, Transcript
 from criticalkv.services.gateway.workers import Workers
 from criticalkv.shared.config import Config
 from criticalkv.shared.errors import ContextExpiredError, ContextNotFoundError, ModelNotFoundError
-from criticalkv.shared.identity import resolve_tier
+from criticalkv.shared.identity import NodeId, resolve_tier
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.store_client import StoreClient
 
@@ -52,7 +52,7 @@ class GatewayCore:
         self.model = model
         self.auth = Authenticator(config.gateway)
         self.template = ChatTemplate(tokenizer)
-        self.store = AsyncStore(store)
+        self.store = AsyncStore(store, longest_s=config.gateway.request_timeout_s)
         self.workers = workers
         self.metrics = Metrics()
         prefiller = Prefiller(self.store, workers, self.metrics)
@@ -71,6 +71,7 @@ class GatewayCore:
     async def aclose(self) -> None:
         """Stop what runs in the background, then threads and connections."""
         await self.background.aclose()
+        await self.store.leftovers.aclose()
         self.close()
 
     def close(self) -> None:
@@ -99,6 +100,7 @@ class GatewayCore:
         ttl_ms: int = 0,
         turn_policy: str | None = None,
         first_policy: str | None = None,
+        known: frozenset[NodeId] = frozenset(),
     ) -> Want:
         """Combine a request's wishes with the defaults.
 
@@ -117,6 +119,7 @@ class GatewayCore:
             ttl_ms=ttl_ms,
             turn_policy=turn_policy or self.config.eviction.turn_policy,
             first_policy=None if first_policy == policy else first_policy,
+            known=known,
         )
 
     def transcript(self, policy: str, salt: str) -> Transcript:
@@ -150,12 +153,15 @@ class GatewayCore:
         """Read a handle's metadata.
 
         Raises:
-            ContextExpiredError: if it belongs to other weights or another tokenizer.
+            ContextExpiredError: if it belongs to other weights or another tokenizer, or
+                names a policy that this version reads otherwise or not at all.
         """
         meta = Metadata.decode(data)
         ours = (self.model.model_digest, self.model.tokenizer_digest)
         if (meta.model_digest, meta.tokenizer_digest) != ours:
             raise ContextExpiredError("the context belongs to another version of the model")
+        if not all(is_ours(name) for name in (meta.policy, meta.first_policy) if name):
+            raise ContextExpiredError("the context was stored by another version")
         return meta
 
     async def resolve(self, tenant: Tenant, handle: str) -> pb.Handle:

@@ -18,12 +18,12 @@ from criticalkv.services.gateway.nodes import (
     child_identity,
     child_node,
     enough,
+    is_stepwise,
     with_ancestors,
 )
 from criticalkv.services.gateway.prompt import Answer, Prompt
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import NodeMissingError
-from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE, resolve_tier
 from criticalkv.shared.model.chat import ChatTemplate
 
@@ -77,7 +77,10 @@ class Lookup:
     async def _children(
         self, parent: Node | None, token_ids: Sequence[int], want: Want
     ) -> list[Node]:
-        """Return the best stored node under each policy that will do, the best first."""
+        """Return the best stored node under each policy that will do, the best first.
+
+        Before them one that an earlier attempt went on from.
+        """
         views = parent.views(want.read_tier) if parent else [()]
         names = [
             child_identity(self._model, parent, view, token_ids, choice).node_id
@@ -88,7 +91,7 @@ class Lookup:
         for stat in await self._store.stat(names):
             if stat.present and enough(stat.tiers, want.at_least):
                 best.setdefault(stat.policy, child_node(parent, stat))
-        return list(best.values())
+        return sorted(best.values(), key=lambda node: node.id not in want.known)
 
     async def _exact(self, prompt: Prompt, want: Want) -> Found:
         return await self._from(Found(None, 0), prompt, prompt.boundaries, want)
@@ -129,8 +132,9 @@ class Lookup:
         for target in targets:
             node = await self._candidate(target)
             if node is not None and _fits(tuple(target.view), node, want):
-                fitting.append((tuple(map(Decimal, target.view)), node))
-        for _, node in sorted(fitting, key=lambda pair: pair[0]):
+                view = tuple(map(Decimal, target.view))
+                fitting.append((node.id not in want.known, view, node))
+        for *_, node in sorted(fitting, key=lambda found: found[:2]):
             if await self._holds(node, answer.text):
                 return node
         return None
@@ -186,4 +190,4 @@ def _fits(view: tuple[str, ...], node: Node, want: Want) -> bool:
 def _is_wanted(policy: str, want: Want) -> bool:
     if policy in (POLICY_DENSE, want.policy, want.first_policy, want.turn_policy):
         return True
-    return not Policy.parse(policy).is_stepwise
+    return not is_stepwise(policy, otherwise=True)

@@ -43,7 +43,9 @@ class Metrics:
         )
         self._background = Counter(
             name + "background",
-            "Background work (refine, fold): queued, dropped, retried, done, unused, failed",
+            "Background work (refine, fold): queued, dropped (no room, replaced, stopped), "
+            "retried, done, unused (the context went on or was deleted: no handle was led to "
+            "the better node), failed",
             ["kind", "event"],
             registry=self.registry,
         )

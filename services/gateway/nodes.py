@@ -9,7 +9,7 @@ from typing import Protocol
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
-from criticalkv.shared.errors import NodeMissingError
+from criticalkv.shared.errors import NodeMissingError, PolicyError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE, Identity, NodeId, resolve_tier, tokens_digest
 
@@ -41,6 +41,8 @@ class Want:
         read_tier: tier to read every ancestor at; None = the highest stored.
         at_least: lowest top tier with which a stored node will do; None = any.
         turn_policy: canonical; of the turn to come, "dense" or stepwise.
+        known: nodes that an earlier attempt of the same request went on from; they are
+            taken before any other.
     """
 
     policy: str
@@ -51,11 +53,12 @@ class Want:
     ttl_ms: int = 0
     turn_policy: str = POLICY_DENSE
     first_policy: str | None = None
+    known: frozenset[NodeId] = frozenset()
 
     @property
     def settled(self) -> Want:
         """The same without anything provisional."""
-        return replace(self, first_policy=None)
+        return replace(self, first_policy=None, known=frozenset())
 
     @property
     def choices(self) -> list[Want]:
@@ -133,8 +136,27 @@ def child_identity(
 
 
 def is_context(policy: str) -> bool:
-    """Whether a policy is one of contexts; turns are dense or stepwise."""
-    return policy != POLICY_DENSE and not Policy.parse(policy).is_stepwise
+    """Whether a policy is one of contexts; turns are dense or stepwise.
+
+    One that this version cannot read any more counts as a context's.
+    """
+    return policy != POLICY_DENSE and not is_stepwise(policy, otherwise=False)
+
+
+def is_stepwise(policy: str, *, otherwise: bool) -> bool:
+    """Whether a stored policy is stepwise; `otherwise` if another version wrote it."""
+    try:
+        return Policy.parse(policy).is_stepwise
+    except PolicyError:
+        return otherwise
+
+
+def is_ours(policy: str) -> bool:
+    """Whether a stored policy means, to the letter, what it meant when it was stored."""
+    try:
+        return policy == POLICY_DENSE or Policy.parse(policy).canonical() == policy
+    except PolicyError:
+        return False
 
 
 def enough(tiers: Sequence[str], at_least: str | None) -> bool:
@@ -172,6 +194,11 @@ async def with_ancestors(store: AsyncStore, stat: pb.NodeStat) -> Node:
         next_position=stat.next_position,
         chain_policies=(*(a.policy for a in ancestors), stat.policy),
     )
+
+
+def length_of(stat: pb.NodeStat) -> int:
+    """Return the tokens of a node's whole chain, what its end left pending included."""
+    return int(stat.next_position) + len(stat.pending_ids)
 
 
 def child_node(parent: Node | None, stat: pb.NodeStat) -> Node:

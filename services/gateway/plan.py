@@ -12,7 +12,11 @@ from criticalkv.services.gateway.prefill_once import Prefiller
 from criticalkv.services.gateway.prompt import Prompt
 from criticalkv.services.gateway.restore import Restorer
 from criticalkv.shared.config import GatewayConfig
-from criticalkv.shared.errors import ContextExpiredError, ContextLengthError
+from criticalkv.shared.errors import (
+    ContextExpiredError,
+    ContextLengthError,
+    ContextNotFoundError,
+)
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
@@ -55,6 +59,34 @@ class Provisional:
     base: Node | None
     steps: tuple[tuple[int, ...], ...]
     want: Want
+
+
+@dataclass
+class Made:
+    """What a background job computes in an old node's place.
+
+    Each node is linked to the old one before it is computed, so that it cannot outlive it
+    unseen, whatever happens in between.
+    """
+
+    store: AsyncStore
+    old: NodeId
+    ids: list[NodeId] = field(default_factory=list)
+
+    async def begin(self, node_id: NodeId) -> None:
+        """Note a node that is about to be computed.
+
+        Raises:
+            ContextNotFoundError: if the old one has been deleted.
+        """
+        if not await self.store.link_better(self.old, node_id):
+            raise ContextNotFoundError("the context was deleted meanwhile")
+        self.ids.append(node_id)
+
+    def end(self, node_id: NodeId, result: PrefillResult | None) -> None:
+        """Forget it if somebody else was first."""
+        if result is None or not result.published:
+            self.ids.remove(node_id)
 
 
 @dataclass(frozen=True)
@@ -135,7 +167,7 @@ class Planner:
         found = await self._to_last_boundary(prompt, found, want, spent, deadline)
         return Plan(found.node, (), spent, _provisional(found, want))
 
-    async def refine(self, cheap: Provisional, deadline: Deadline) -> Node:
+    async def refine(self, cheap: Provisional, deadline: Deadline, made: Made) -> Node:
         """Compute a chain's end under the wanted policy, behind everything else.
 
         Raises:
@@ -145,11 +177,11 @@ class Planner:
             raise ContextExpiredError("the context is no longer stored")
         node, want = cheap.base, cheap.want.settled
         for ids in cheap.steps:
-            node = await self._stored(node, ids, want, Spent(), deadline, background=True)
+            node = await self._stored(node, ids, want, Spent(), deadline, made)
         assert node is not None
         return node
 
-    async def fold(self, leaf: NodeId, want: Want, deadline: Deadline) -> Node:
+    async def fold(self, leaf: NodeId, want: Want, deadline: Deadline, made: Made) -> Node:
         """Compute a whole chain as one root, behind everything else.
 
         What the leaf left pending becomes part of it: a root is found by its tokens, and
@@ -159,7 +191,7 @@ class Planner:
             ContextExpiredError: if a token record is gone.
         """
         ids = await self._restorer.tokens(leaf)
-        return await self._stored(None, ids, want.settled, Spent(), deadline, background=True)
+        return await self._stored(None, ids, want.settled, Spent(), deadline, made)
 
     async def restore(self, plan: Plan, deadline: Deadline) -> Plan:
         """Rebuild the chain of a plan whose KV was lost meanwhile."""
@@ -206,16 +238,29 @@ class Planner:
         want: Want,
         spent: Spent,
         deadline: Deadline,
-        *,
-        background: bool = False,
+        made: Made | None = None,
     ) -> Node:
-        """Return the node of these tokens, prefilled if need be: at first cheaply, if wanted."""
+        """Return the node of these tokens, prefilled if need be: at first cheaply, if wanted.
+
+        With `made` in the background.
+        """
         node = await self._lookup.child(parent, ids, want)
         if node is not None:
             return node
-        want = want.choices[-1]
+        request = self._request(parent, ids, want.choices[-1], background=made is not None)
+        if made is not None:
+            await made.begin(request.node_id)
+        stat, result = await self._prefiller.ensure(request, want.at_least, deadline)
+        if made is not None:
+            made.end(request.node_id, result)
+        spent.results += [result] if result else []
+        return child_node(parent, stat)
+
+    def _request(
+        self, parent: Node | None, ids: tuple[int, ...], want: Want, *, background: bool
+    ) -> PrefillRequest:
         view = parent.view(want.read_tier) if parent else ()
-        request = PrefillRequest(
+        return PrefillRequest(
             node_id=child_identity(self._model, parent, view, ids, want).node_id,
             token_ids=ids,
             policy=want.policy,
@@ -226,9 +271,6 @@ class Planner:
             ttl_ms=want.ttl_ms,
             background=background,
         )
-        stat, result = await self._prefiller.ensure(request, want.at_least, deadline)
-        spent.results += [result] if result else []
-        return child_node(parent, stat)
 
 
 def check_room(prompt_tokens: int, room: int, limit: int) -> None:

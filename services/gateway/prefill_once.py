@@ -113,6 +113,8 @@ class Prefiller:
         finally:
             task.cancel()
             del self._background[request.node_id]
+            # Its failure is taken here, or asyncio would log it, text and all.
+            await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
             raise OverloadedError("a background prefill made room for others", retry_after_s=1.0)
         return task.result()

@@ -8,11 +8,11 @@ from decimal import Decimal
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.deadline import Deadline
-from criticalkv.services.gateway.nodes import Model, Node, enough, read_node
+from criticalkv.services.gateway.nodes import Model, Node, enough, is_ours, read_node
 from criticalkv.services.gateway.prefill_once import Prefiller
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import ContextExpiredError, NodeMissingError
-from criticalkv.shared.identity import NodeId
+from criticalkv.shared.identity import FORMAT_VERSION, NodeId
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 
@@ -126,11 +126,16 @@ class Restorer:
         return records
 
     def _is_ours(self, record: TokenRecord, name: NodeId) -> bool:
+        """Whether a worker would compute this node again, and not another or none."""
         identity, model = record.identity, self._model
-        return identity.node_id == name and (
-            (identity.model_digest, identity.tokenizer_digest, identity.dtype)
-            == (model.model_digest, model.tokenizer_digest, model.dtype)
+        ours = (FORMAT_VERSION, model.model_digest, model.tokenizer_digest, model.dtype)
+        theirs = (
+            identity.format_version,
+            identity.model_digest,
+            identity.tokenizer_digest,
+            identity.dtype,
         )
+        return identity.node_id == name and ours == theirs and is_ours(identity.policy)
 
 
 def _tiers_read(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from criticalkv.shared.config import GatewayConfig
 from criticalkv.shared.errors import InvalidRequestError, UnsupportedFieldError
-from criticalkv.shared.eviction.policy import Policy, canonical_turn_policy
-from criticalkv.shared.identity import canonical_tier
+from criticalkv.shared.eviction.policy import Policy, parse_turn_policy
+from criticalkv.shared.identity import POLICY_DENSE, canonical_tier
 from criticalkv.shared.model.chat import Message, Part
 
 MAX_BREAKPOINTS = 4
+MIN_INTERVAL = 16  # a stepwise policy runs one forward per interval: none for each token
 MAX_TTL_S = 366 * 24 * 3600
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _UNSUPPORTED_PARTS = ("image_url", "input_audio", "file", "refusal", "audio", "video_url")
@@ -83,25 +85,27 @@ def _tier(value: float | int | str | None) -> str | None:
 
 
 def _policy(value: str | None) -> str | None:
-    if value is None:
-        return None
-    if len(value) > 512:
-        raise ValueError("policy has at most 512 characters")
-    try:
-        return Policy.parse(value).canonical()
-    except InvalidRequestError as error:
-        raise ValueError(error.message) from None
+    return _canonical(value, Policy.parse)
 
 
 def _turn_policy(value: str | None) -> str | None:
+    return _canonical(value, parse_turn_policy)
+
+
+def _canonical(value: str | None, parse: Callable[[str], Policy | None]) -> str | None:
     if value is None:
         return None
     if len(value) > 512:
         raise ValueError("policy has at most 512 characters")
     try:
-        return canonical_turn_policy(value)
+        policy = parse(value)
     except InvalidRequestError as error:
         raise ValueError(error.message) from None
+    if policy is None:
+        return POLICY_DENSE
+    if 0 < policy.interval < MIN_INTERVAL:
+        raise ValueError(f"interval is {policy.interval}, at least {MIN_INTERVAL} in a request")
+    return policy.canonical()
 
 
 class Breakpoint(_Body):

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from criticalkv.services.prefill.context_pass import ContextPass, LayerPass
 from criticalkv.services.prefill.kvpress_replay import replay_pass_of
-from criticalkv.services.prefill.sinks import SpooledLayer, evictable_layers, own_scores
+from criticalkv.services.prefill.own_scores import OwnScores, evictable_layers, own_scores
+from criticalkv.services.prefill.spooled_layer import SpooledLayer
 from criticalkv.shared.cache.ragged import RaggedCache
-from criticalkv.shared.cache.ranking import build_layer, rank_layers
+from criticalkv.shared.cache.ranking import Ranking, build_layer, rank_layers
 from criticalkv.shared.chain import Chain
+from criticalkv.shared.errors import PolicyError
 from criticalkv.shared.eviction.plan import Place
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profile
@@ -61,7 +63,13 @@ class SideBySide:
     def compress(
         self, policy: Policy, tiers: Sequence[str], profile: Profile | None = None
     ) -> Scored:
-        """Keep what a policy keeps, up to the highest of `tiers`."""
+        """Keep what a policy keeps, up to the highest of `tiers`.
+
+        Raises:
+            PolicyError: if the policy is stepwise: its KV is not that of the one forward.
+        """
+        if policy.is_stepwise:
+            raise PolicyError("a stepwise policy needs a forward of its own", param="policy")
         started = time.perf_counter()
         kept = [own_scores(self._model, self._first_look(policy), x, 0) for x in self._layers]
         scores = [part[0] for part in kept]
@@ -72,18 +80,15 @@ class SideBySide:
             scores = [x.scores or y for x, y in zip(spooled, scores, strict=True)]
         evictable = evictable_layers(self._model)
         ranking = rank_layers(scores, policy, tiers, Place(evictable, evictable, profile))
-        layers = tuple(
-            build_layer(ranking, i, keys, values, first)
-            for i, (_, keys, values, first) in enumerate(kept)
-        )
-        n = len(self._ids)
-        cache = RaggedCache(layers, n, n, ranking.tiers, ranking.tier_lens)
-        return Scored(cache, time.perf_counter() - started)
+        return Scored(self._cache(ranking, kept), time.perf_counter() - started)
 
     def full(self) -> RaggedCache:
         """The untouched cache, as tier 1 of anything."""
         kept = [own_scores(self._model, None, layer, 0) for layer in self._layers]
-        ranking = rank_layers([part[0] for part in kept], None, ("1",))
+        return self._cache(rank_layers([part[0] for part in kept], None, ("1",)), kept)
+
+    def _cache(self, ranking: Ranking, kept: Sequence[OwnScores]) -> RaggedCache:
+        """Pack what a ranking keeps of the layers' own entries."""
         layers = tuple(
             build_layer(ranking, i, keys, values, first)
             for i, (_, keys, values, first) in enumerate(kept)

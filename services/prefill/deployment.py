@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.shared.config import Config
+from criticalkv.shared.errors import DeadlineError
 from criticalkv.shared.model.loader import load_model
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 from criticalkv.shared.store_client import StoreClient
@@ -29,14 +31,20 @@ class Prefill:
         self._foreground, self._background = asyncio.Semaphore(count), asyncio.Semaphore(1)
 
     async def run(self, request: PrefillRequest) -> PrefillResult:
-        """Publish a node. Cancelling the call stops before the next layer."""
-        cancelled = threading.Event()
+        """Publish a node. Cancelling the call stops before the next layer.
+
+        Raises:
+            DeadlineError: also if its place did not become free in time.
+        """
+        cancelled, arrived = threading.Event(), time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             # A background run has a place of its own: standing back, it would block others'.
             async with self._background if request.background else self._foreground:
-                return await loop.run_in_executor(
-                    self._threads, self._engine.run, request, cancelled
-                )
+                left = request.deadline_s - (time.monotonic() - arrived)
+                if left <= 0:
+                    raise DeadlineError("the prefill's deadline passed while it waited")
+                begun = request.model_copy(update={"deadline_s": left})
+                return await loop.run_in_executor(self._threads, self._engine.run, begun, cancelled)
         finally:
             cancelled.set()

@@ -30,6 +30,7 @@ from criticalkv.shared.errors import (
 )
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profiles
+from criticalkv.shared.eviction.scorers.replay import held_bytes
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
@@ -277,9 +278,13 @@ class _Prefill:
             raise ContextLengthError(f"the context has {end} tokens; the model's limit is {limit}")
 
     def _full_bytes(self) -> int:
+        """What waits on the host for every layer's scores: full KV, and a replay's sums."""
         spec = self._model.spec
         entry = 2 * spec.head_dim * ITEMSIZE[spec.dtype]
-        return len(self._request.token_ids) * spec.num_layers * spec.num_kv_heads * entry
+        layer = spec.num_kv_heads * entry
+        if self._policy is not None:
+            layer += held_bytes(self._policy, spec.num_q_heads, spec.num_kv_heads)
+        return len(self._request.token_ids) * spec.num_layers * layer
 
     def _check(self) -> None:
         """Called between layers: stop, or stand back for others."""

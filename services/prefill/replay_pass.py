@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from criticalkv.kernels import ops
-from criticalkv.services.prefill.sinks import SpooledLayer
+from criticalkv.services.prefill.resident import Resident
+from criticalkv.services.prefill.spooled_layer import SpooledLayer
 from criticalkv.shared.cache.ragged import RaggedLayer, dense_layer
 from criticalkv.shared.chain import Chain, merge_layers
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scorers.replay import ReplayScorer
-from criticalkv.shared.eviction.scores import uses_relative
 from criticalkv.shared.model.attention import LayerCall, attend_ragged, forward
 from criticalkv.shared.model.loader import LoadedModel
 
@@ -44,6 +44,7 @@ class ReplayPass:
         self._chain = chain
         self._layers = layers
         self._check = check
+        self._resident = Resident(layers, model.device)
         self._scorer = ReplayScorer(policy, len(layers))
         self._instruction = model.chat.encode_content(INSTRUCTION)
 
@@ -65,9 +66,10 @@ class ReplayPass:
         for index, spooled in enumerate(self._layers):
             if spooled.first_pass is not None:
                 self._scorer.add_first_pass(index, spooled.first_pass.to(device), share)
+                spooled.first_pass = None
             if spooled.window is None:
                 spooled.scores = self._scorer.layer_scores(
-                    index, values=spooled.values.to(device), w_o=self._model.w_o(index)
+                    index, values=self._resident.layer(index)[1], w_o=self._model.w_o(index)
                 )
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -76,13 +78,13 @@ class ReplayPass:
         if call.window is not None:
             end = self._chain.next_position + self._layers[call.layer].keys.shape[1]
             return attend_ragged(call, self._context(call.layer), call.key, call.value, end)
-        spooled, device = self._layers[call.layer], call.query.device
-        parent = self._chain.layer(call.layer, self._model.spec, device)
+        keys, values = self._resident.layer(call.layer)
+        parent = self._chain.layer(call.layer, self._model.spec, call.query.device)
         has_parent = parent.keys.shape[0] > 0
         out, peak, sumsq = ops.scored_attention(
             call.query,
-            spooled.keys.to(device),
-            spooled.values.to(device),
+            keys,
+            values,
             call.key,
             call.value,
             scaling=call.scaling,
@@ -91,20 +93,16 @@ class ReplayPass:
             prefix_cu=parent.cu_seqlens if has_parent else None,
             # Only the repeated tokens ask; the instruction's own queries do not count.
             unscored=len(self._instruction),
-            w_o=self._model.w_o(call.layer) if uses_relative(self._policy) else None,
+            w_o=self._model.w_o(call.layer) if self._policy.reads_relative else None,
         )
         self._scorer.add_chunk(call.layer, peak, sumsq)
         return out
 
     def _context(self, layer: int) -> RaggedLayer:
-        spooled = self._layers[layer]
-        device = self._model.device
-        own = dense_layer(
-            spooled.keys.to(device), spooled.values.to(device), self._chain.next_position
-        )
+        own = dense_layer(*self._resident.layer(layer), self._chain.next_position)
         if not self._chain.nodes:
             return own
-        return merge_layers([self._chain.layer(layer, self._model.spec, device), own])
+        return merge_layers([self._chain.layer(layer, self._model.spec, self._model.device), own])
 
 
 def replayed(token_ids: Sequence[int], policy: Policy) -> list[list[int]]:

@@ -6,10 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from criticalkv.services.prefill.priority import LOOK_S
 from criticalkv.shared.errors import ContextLengthError, OverloadedError
-
-LOOK_S = 0.05
-"""How often a run that waits for memory looks whether it should go on."""
 
 
 class Spool:

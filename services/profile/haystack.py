@@ -9,11 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pydoc_data.topics import topics
 
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.model.chat import ChatTemplate, Message, Part
+from criticalkv.shared.python_reference import python_reference
 
 CITIES = ("Paris", "Lima", "Cairo", "Oslo", "Quito", "Delhi", "Seoul", "Tunis", "Rome", "Perth")
 FACTS = 3
@@ -101,14 +100,9 @@ def _frame(chat: ChatTemplate, city: str) -> tuple[list[int], list[int]]:
 
 def _text(chat: ChatTemplate, room: int, draw: random.Random) -> list[int]:
     """`room` tokens of text from the start of some line on."""
-    corpus = _corpus()
+    corpus = python_reference()
     start = corpus.index("\n", draw.randrange(len(corpus) // 2)) + 1
     ids = chat.encode_content(corpus[start : start + 16 * room])
     while len(ids) < room:
         ids += ids
     return ids[:room]
-
-
-@cache
-def _corpus() -> str:
-    return "\n".join(topics[name] for name in sorted(topics))

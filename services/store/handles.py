@@ -91,7 +91,9 @@ class Handles:
         if old == new:
             raise InvalidRequestError("from_node and to_node are the same", param="to_node")
         checks.size(request.metadata, MAX_PART_BYTES, "metadata")
-        if not await self._nodes.known(new):
+        if not await self._nodes.known(new) or not await self._can_carry_pin(
+            request.tenant, old, new
+        ):
             raise NodeMissingError.of(new, "not stored")
         ttl_ms = await self._redis.command("PTTL", keys.handle(digest))
         if ttl_ms <= 0:
@@ -128,6 +130,11 @@ class Handles:
         if not left and await self._nodes.forget_dead_children(node_id):
             return await self._leave(node_id, digest)
         return left
+
+    async def _can_carry_pin(self, tenant: str, old: str, new: str) -> bool:
+        """A record alone cannot be pinned: better known before the handle is there."""
+        pinned = await self._redis.command("SISMEMBER", keys.pins(old), tenant)
+        return not pinned or (await self._nodes.present([new]))[0]
 
     async def _carry_pin(self, tenant: str, old: str, new: str) -> None:
         """Pin the new node if the old one is pinned; unpin that with its last handle."""

@@ -66,6 +66,11 @@ def holds(node_id: str) -> str:
     return f"ckv:{{{node_id}}}:w"
 
 
+def betters(node_id: str) -> str:
+    """Set of nodes that go when this one is removed, unless something refers to them."""
+    return f"ckv:{{{node_id}}}:b"
+
+
 def bindings(node_id: str) -> str:
     """Sorted set of handle digests that point at the node, by their expiry, ms."""
     return f"ckv:{{{node_id}}}:h"

@@ -245,21 +245,39 @@ class Nodes:
         """Remove a node and its record if nothing refers to it, then its ancestors.
 
         Descendants without handle or pin go first. What has one stays, with all above
-        and below it. An ancestor's other descendants are left alone.
+        and below it. An ancestor's other descendants are left alone. What was linked to a
+        node that went is then removed in the same way.
 
         Returns:
             The nodes that went, leaves first.
         """
+        gone: list[str] = []
+        waiting = [node_id]
+        while waiting:
+            waiting += await self._delete_family(waiting.pop(0), gone)
+        return gone
+
+    async def link_better(self, node_id: str, better_id: str) -> bool:
+        """Have `delete_unreferenced` go on with another node once this one went.
+
+        False if neither the node nor its record is stored.
+        """
+        names = [keys.betters(node_id), keys.manifest(node_id), keys.record(node_id)]
+        return bool(await self._redis.run(scripts.BETTER, names, [better_id]))
+
+    async def _delete_family(self, node_id: str, gone: list[str]) -> list[str]:
+        """Add what went to `gone`; return what was linked to it."""
         ancestors = await self._lineage(node_id)
         parent = ancestors[-1] if ancestors else ""
-        gone: list[str] = []
+        betters: list[str] = []
         went = False
         for candidate, above in reversed(await self._loose_family(node_id, parent)):
-            went = await self._delete(candidate, above, gone)
+            went = await self._delete(candidate, above, gone, betters)
         while went and ancestors:
             candidate = ancestors.pop()
-            went = await self._delete(candidate, ancestors[-1] if ancestors else "", gone)
-        return gone
+            above = ancestors[-1] if ancestors else ""
+            went = await self._delete(candidate, above, gone, betters)
+        return betters
 
     async def unlink_segments(self, node_id: str, attempt: str, count: int) -> None:
         """Free an attempt's segments, in steps of at most 64 MiB."""
@@ -287,13 +305,18 @@ class Nodes:
             family += [(child.decode(), node) for child in found]
         return family
 
-    async def _delete(self, node_id: str, parent: str, gone: list[str]) -> bool:
+    async def _delete(self, node_id: str, parent: str, gone: list[str], betters: list[str]) -> bool:
         outcome, _ = await self.drop(node_id, guard="unbind")
         if outcome == "dropped":
             gone.append(node_id)
         elif outcome == "absent" and parent:
             await self._redis.command("ZREM", keys.children(parent), node_id)
-        return outcome in ("dropped", "absent")
+        went = outcome in ("dropped", "absent")
+        if went:  # nothing is linked to it any more
+            found = await self._redis.command("SMEMBERS", keys.betters(node_id))
+            await self._redis.command("UNLINK", keys.betters(node_id))
+            betters += [better.decode() for better in found]
+        return went
 
     async def _unmark(self, node_id: str, ancestors: Sequence[str]) -> None:
         calls = [self._pin(0, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors]
@@ -343,7 +366,12 @@ class Nodes:
         calls: list[Call] = [
             (
                 scripts.TOUCH,
-                [keys.manifest(node_id), keys.record(node_id), keys.children(node_id)],
+                [
+                    keys.manifest(node_id),
+                    keys.record(node_id),
+                    keys.children(node_id),
+                    keys.betters(node_id),
+                ],
                 [keys.segments(node_id, "")[:-1], ttl_ms, self._grace_ms, self._record_ttl_ms],
             )
             for node_id in node_ids
@@ -359,6 +387,7 @@ class Nodes:
                 other,
                 keys.record(node_id),
                 keys.children(node_id),
+                keys.betters(node_id),
             ],
             [
                 on,

@@ -66,7 +66,7 @@ return {'published', generation, old[3] or '', tonumber(old[4]) or 0}
 """
 )
 
-# Extend a node's life to at least ttl. KEYS: manifest, record, children
+# Extend a node's life to at least ttl. KEYS: manifest, record, children, betters
 # ARGV: segment prefix up to the attempt, ttl ms, grace ms, record ttl ms
 TOUCH = (
     _WITH_LISTS
@@ -78,6 +78,7 @@ if ttl > (tonumber(node[3]) or 0) then redis.call('HSET', KEYS[1], 'ttl', ttl) e
 redis.call('PEXPIRE', KEYS[1], ttl, 'GT')
 redis.call('PEXPIRE', KEYS[2], math.max(ttl, ARGV[4]), 'GT')
 keep_list(KEYS[3], KEYS[1], KEYS[2])
+keep_list(KEYS[4], KEYS[1], KEYS[2])
 local left = redis.call('PTTL', KEYS[1])
 if left >= 0 then
   local prefix = ARGV[1] .. node[1] .. ':'
@@ -93,7 +94,7 @@ return 1
 
 # Pin (ARGV[1] = 1) or unpin (0) a node, by the member ARGV[3] in KEYS[2].
 # Afterwards it lives as long as was ever asked for, at least the given times.
-# KEYS: manifest, the set to change, the other set, record, children
+# KEYS: manifest, the set to change, the other set, record, children, betters
 # ARGV: 1 or 0, segment prefix up to the attempt, member, ttl ms afterwards, grace ms,
 #       record ttl ms afterwards
 PIN = (
@@ -108,6 +109,7 @@ if ARGV[1] == '1' then
   redis.call('PERSIST', KEYS[4])
   for i = 0, node[2] - 1 do redis.call('PERSIST', prefix .. i) end
   keep_list(KEYS[5], KEYS[1], KEYS[4])
+  keep_list(KEYS[6], KEYS[1], KEYS[4])
   return redis.call('SCARD', KEYS[2])
 end
 local removed = redis.call('SREM', KEYS[2], ARGV[3])
@@ -121,6 +123,7 @@ if removed == 1 and pins + redis.call('SCARD', KEYS[3]) == 0 then
     for i = 0, node[2] - 1 do redis.call('PEXPIRE', prefix .. i, ttl + ARGV[5]) end
   end
   keep_list(KEYS[5], KEYS[1], KEYS[4])
+  keep_list(KEYS[6], KEYS[1], KEYS[4])
 end
 return pins
 """
@@ -168,6 +171,15 @@ ADOPT = f"""{_WITH_LISTS}
 {_NOW}
 if redis.call('EXISTS', KEYS[2], KEYS[3]) == 0 then return 0 end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+keep_list(KEYS[1], KEYS[2], KEYS[3])
+return 1
+"""
+
+# Note what is to go with a node. Returns 0 if the node is gone, its record too.
+# KEYS: betters, manifest, record. ARGV: better node
+BETTER = f"""{_WITH_LISTS}
+if redis.call('EXISTS', KEYS[2], KEYS[3]) == 0 then return 0 end
+redis.call('SADD', KEYS[1], ARGV[1])
 keep_list(KEYS[1], KEYS[2], KEYS[3])
 return 1
 """

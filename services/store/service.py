@@ -89,6 +89,7 @@ class Service:
             ("DeleteHandle", self.delete_handle, pb.DeleteHandleRequest),
             ("BeginRequest", self._requests.begin, pb.BeginRequestRequest),
             ("FinishRequest", self.finish_request, pb.FinishRequestRequest),
+            ("LinkBetter", self.link_better, pb.LinkBetterRequest),
             ("PutAlias", self.put_alias, pb.PutAliasRequest),
             ("ResolveAliases", self.resolve_aliases, pb.ResolveAliasesRequest),
             ("GetTokenRecords", self.get_token_records, pb.GetTokenRecordsRequest),
@@ -119,6 +120,13 @@ class Service:
             return pb.DeleteNodeResponse(deleted=node_id in gone)
         outcome, _ = await self._nodes.drop(node_id, request.expected_attempt)
         return pb.DeleteNodeResponse(deleted=outcome == "dropped")
+
+    async def link_better(self, request: pb.LinkBetterRequest) -> pb.LinkBetterResponse:
+        node_id = checks.node_id(request.node_id)
+        better_id = checks.node_id(request.better_id, "better_id")
+        if node_id == better_id:
+            raise errors.InvalidRequestError("both nodes are the same", param="better_id")
+        return pb.LinkBetterResponse(linked=await self._nodes.link_better(node_id, better_id))
 
     async def pin(self, request: pb.PinRequest) -> pb.PinResponse:
         tenant, node_id = checks.tenant(request.tenant), checks.node_id(request.node_id)

@@ -8,12 +8,13 @@ back to back, in the machine's little-endian order.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from criticalkv.shared.cache.manifest import (
@@ -24,10 +25,6 @@ from criticalkv.shared.cache.manifest import (
 )
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
 from criticalkv.shared.errors import CorruptNodeError
-
-# Payloads from gRPC are read-only; they are only read here, and a copy would cost more than
-# the whole check of a segment.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 TORCH_DTYPE = {
     "float32": torch.float32,
@@ -99,6 +96,8 @@ class LayerAssembler:
             torch.empty(rows, dtype=torch.int32),
             cu_seqlens_of(top),
         )
+        arrays = (self._out.keys, self._out.values, self._out.positions)
+        self._rows = [_bytes_of(array) for array in arrays]
         # Per tier, the rows of the output that it fills next: one run per head.
         self._runs = [
             deque(tier_runs(self._out.cu_seqlens, self._lens, t)) for t in range(self._tier + 1)
@@ -126,8 +125,7 @@ class LayerAssembler:
                 raise CorruptNodeError(f"segment {index} is there twice")
             begin, end = runs[0]
             count = min(end - begin, segment.rows - done)
-            out = (self._out.keys, self._out.values, self._out.positions)
-            for target, piece in zip(out, pieces, strict=True):
+            for target, piece in zip(self._rows, pieces, strict=True):
                 target[begin : begin + count] = piece[done : done + count]
             done += count
             runs[0] = (begin + count, end)
@@ -203,13 +201,25 @@ def _payload(layer: RaggedLayer, rows: Tensor) -> bytearray:
     return out
 
 
+def _bytes_of(rows: Tensor) -> NDArray[np.uint8]:
+    """A CPU tensor's own memory, uint8 [rows, bytes of a row]."""
+    width = rows.element_size() * (rows.shape[1] if rows.dim() == 2 else 1)
+    out: NDArray[np.uint8] = rows.view(torch.uint8).view(rows.shape[0], width).numpy()
+    return out
+
+
 def _parse(
     payload: bytearray | memoryview | bytes, rows: int, manifest: Manifest
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = TORCH_DTYPE[manifest.identity.dtype]
-    dim = manifest.head_dim
-    size = rows * dim * dtype.itemsize
-    keys = torch.frombuffer(payload, dtype=dtype, count=rows * dim)
-    values = torch.frombuffer(payload, dtype=dtype, count=rows * dim, offset=size)
-    positions = torch.frombuffer(payload, dtype=torch.int32, count=rows, offset=2 * size)
-    return keys.view(rows, dim), values.view(rows, dim), positions
+) -> list[NDArray[np.uint8]]:
+    """View keys, values and positions of a payload as bytes, uint8 [rows, bytes of a row].
+
+    Bytes, because numpy has no bfloat16, and torch none that it may not write to, as
+    payloads from gRPC are.
+    """
+    size = manifest.head_dim * TORCH_DTYPE[manifest.identity.dtype].itemsize
+    offset, out = 0, []
+    for width in (size, size, 4):
+        view = np.frombuffer(payload, np.uint8, count=rows * width, offset=offset)
+        out.append(view.reshape(rows, width))
+        offset += rows * width
+    return out

@@ -6,6 +6,7 @@
 
 - `policy`, `parameters`: the names; `context_layer`: what a scorer sees.
 - `scorers/`, `allocators/`, `selectors/`: one method per file.
+- `official`: which policies have an official form; the parts that differ ask for the preset.
 - `kvpress/`: preset `kvpress`, another library's choices; `Plan` and `scorers/lookup` lead there.
 - `scores`: LayerScores, value norms put to use; `orders`: exact counts, deterministic
   top-k; `plan`; `profile`: a model's head importance.

@@ -11,9 +11,6 @@ from torch import Tensor
 from criticalkv.kernels import ops
 from criticalkv.shared.eviction.scores import finite
 
-MIN_NORM = 1e-12
-"""Norm of a layer's output below which it counts as this."""
-
 Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions int64 [p] → (cos, sin), fp32 [p, head_dim] each, as the model's RoPE has them."""
 
@@ -97,27 +94,35 @@ class ContextLayer:
         finite(self.keys, "keys")
         return self.queries[:, -count:]
 
-    def output_norms(self, count: int) -> Tensor:
-        """‖o_q‖₂ of the last `count` queries after W_O, fp32 [count]."""
-        return finite(ops.output_norms(self.out[:, -count:], self.w_o), "attention outputs")
+    def output_weight(self, count: int, stride: int = 1) -> Tensor:
+        """1/‖o_q‖², o_q the output after W_O; silent ones count as tiny.
 
-    def output_weight(self, count: int) -> Tensor:
-        """1/‖o_q‖² of the last `count` queries, fp32 [count]; silent ones count as tiny."""
-        return self.output_norms(count).clamp_min(MIN_NORM).square().reciprocal()
+        Returns:
+            fp32 [⌈count / stride⌉], of each `stride`-th of the last `count` queries.
+        """
+        out = self.out[:, -count:][:, ::stride]
+        norms = finite(ops.output_norms(out, self.w_o), "attention outputs")
+        return norms.clamp_min(ops.MIN_NORM).square().reciprocal()
 
     def attention(
-        self, count: int, *reductions: ops.Reduction, min_distance: int = 0, stride: int = 1
+        self,
+        count: int,
+        *reductions: ops.Reduction,
+        min_distance: int = 0,
+        stride: int = 1,
+        weight: Tensor | None = None,
     ) -> dict[ops.Reduction, Tensor]:
         """Return what the last `count` queries attend to, see `ops.attention_scores`.
 
-        "sumsq" is weighted by 1/‖o_q‖². Of the queries only each `stride`-th asks.
+        Of the queries only each `stride`-th asks. "sumsq" is weighted by `weight`, fp32
+        [⌈count / stride⌉]; None: by their `output_weight`.
 
         Raises:
             ValueError, NumericsError: see `asking`.
         """
-        queries, weight = self.asking(count), None
-        if "sumsq" in reductions:
-            weight = self.output_weight(count)[::stride]
+        queries = self.asking(count)
+        if weight is None and "sumsq" in reductions:
+            weight = self.output_weight(count, stride)
         return ops.attention_scores(
             queries[:, ::stride],
             self.keys,

@@ -12,6 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+EXACT = 1 << 20
+"""Factors below it keep the product with any count of entries, < 2^42, within int64."""
+
 
 class Ranked:
     """A score matrix [layers, num_kv_heads, n] with its sort orders, each made once."""
@@ -33,6 +36,24 @@ class Ranked:
     def by_model(self) -> Tensor:
         """Entries of the model, (layer, head, index) flattened: int64 [all]."""
         return order_of(self.score.flatten())
+
+
+class Forced:
+    """A mask of entries kept at every tier, with its counts, each made once."""
+
+    def __init__(self, mask: Tensor) -> None:
+        """Take bool [layers, num_kv_heads, n]."""
+        self.mask = mask
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Forced entries of each head, int64 [layers, num_kv_heads]."""
+        return self.mask.sum(-1)
+
+    @cached_property
+    def listed(self) -> tuple[tuple[int, ...], ...]:
+        """The same as numbers, layer by layer."""
+        return tuple(tuple(int(c) for c in row) for row in self.counts.tolist())
 
 
 def order_of(score: Tensor) -> Tensor:
@@ -60,6 +81,9 @@ def floor_of(share: Decimal | str, count: int) -> int:
 
 
 def floors_of(share: Decimal, counts: Tensor) -> Tensor:
-    """Return ⌊share · c⌋ of each of a few int64 counts, exactly."""
+    """Return ⌊share · c⌋ of each of a few int64 counts ≥ 0, exactly."""
+    fraction = Fraction(share)
+    if fraction.numerator < EXACT and fraction.denominator < 1 << 62:
+        return counts * fraction.numerator // fraction.denominator
     floors = [floor_of(share, c) for c in counts.flatten().tolist()]
     return torch.tensor(floors, dtype=torch.int64, device=counts.device).view_as(counts)

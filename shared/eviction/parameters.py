@@ -6,9 +6,14 @@ A value of None means the default of `Policy`'s field.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 Defaults = dict[str, Any]
+
+ECHO: Defaults = {"echo_chunk": None, "echo_reach": None}
+SELF: Defaults = {"distance": None, "stride": None}
+CRITICAL: Defaults = {"eps": None, "eps_per_token": None, "norm": None}
 
 SCORERS: dict[str, Defaults] = {
     "window": {"window": None, "kernel": None, "pooling": None},
@@ -17,17 +22,16 @@ SCORERS: dict[str, Defaults] = {
     "streaming": {"sinks": None},
     "knorm": {},
     "keydiff": {},
-    "expected": {"sinks": None, "future": None, "covariance": None, "vnorm": None},
+    "expected": {"sinks": None, "future": None, "covariance": None},
     "obcache": {"window": None, "kernel": None, "pooling": None},
     "defensive": {"window": None, "kernel": 5, "pooling": "avg"},
     "replay": {
         **{"sinks": None, "recent": None, "chunk": None, "share": None},
-        **{"echo_weight": None, "echo_chunk": None, "echo_reach": None},
-        **{"self_weight": None, "distance": None, "stride": None},
+        **{"echo_weight": None, "self_weight": None},
     },
     "echo": {
         **{"sinks": None, "recent": None, "echo_chunk": None, "echo_reach": None},
-        **{"self_weight": None, "distance": None, "stride": None},
+        "self_weight": None,
     },
     "self": {"sinks": None, "recent": None, "distance": None, "stride": 1},
 }
@@ -41,14 +45,8 @@ ALLOCATORS: dict[str, Defaults] = {
 }
 SELECTORS: dict[str, Defaults] = {
     "plain": {},
-    "twostage": {
-        "alpha": None,
-        "eps": None,
-        "eps_per_token": None,
-        "norm": None,
-        "second": None,
-    },
-    "critical": {"eps": None, "eps_per_token": None, "norm": None},
+    "twostage": {"alpha": None, "second": None},
+    "critical": CRITICAL,
     "relative": {},
 }
 EVERY: Defaults = {"preset": None, "interval": None, "keep": None, "target": None}
@@ -98,20 +96,48 @@ ALIASES = {
 """Short names of policies that are well known."""
 
 
-def used_parameters(parts: Mapping[str, Any]) -> Defaults:
-    """Return the parameters that a policy's parts use, with defaults that differ.
+def used_parameters(options: Mapping[str, Any]) -> Defaults:
+    """Return the parameters that a policy uses, with defaults that differ.
+
+    What another parameter switches off is not among them: a policy has one name.
 
     Args:
-        parts: scorer, allocator, selector, and preset where it is not `paper`.
+        options: scorer, allocator, selector, and what else is given of a policy; values
+            as they are, or as text.
     """
     used = dict(EVERY)
-    preset = PRESETS.get(str(parts.get("preset", "paper")), {})
+    preset = PRESETS.get(str(options.get("preset", "paper")), {})
     for table, name in (
         (SCORERS, "scorer"),
         (ALLOCATORS, "allocator"),
         (SELECTORS, "selector"),
     ):
-        part = str(parts.get(name))
+        part = str(options.get(name))
         used |= table.get(part, {})
         used |= preset.get(part, {})
-    return used
+    return used | _switched(options)
+
+
+def _switched(options: Mapping[str, Any]) -> Defaults:
+    """Parameters that matter only next to certain values of others."""
+    scorer, selector = options.get("scorer"), options.get("selector")
+    more: Defaults = {}
+    if scorer == "replay" and _is_on(options, "echo_weight"):
+        more |= ECHO
+    if scorer in ("replay", "echo") and _is_on(options, "self_weight"):
+        more |= SELF
+    if selector == "twostage" and options.get("second", "critical") != "relative":
+        more |= CRITICAL
+    # Critical selectors multiply by a value norm themselves; kvpress does it twice.
+    multiplied = selector in ("critical", "twostage") and options.get("preset") != "kvpress"
+    if scorer == "expected" and not multiplied:
+        more["vnorm"] = None
+    return more
+
+
+def _is_on(options: Mapping[str, Any], name: str) -> bool:
+    """Whether a weight is given and not 0; what is no number is refused elsewhere."""
+    try:
+        return Decimal(str(options.get(name, 0))) != 0
+    except InvalidOperation:
+        return True

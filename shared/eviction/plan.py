@@ -11,14 +11,12 @@ from torch import Tensor
 from criticalkv.shared.eviction.allocators import ALLOCATORS
 from criticalkv.shared.eviction.allocators.contest import Contest
 from criticalkv.shared.eviction.kvpress import selection as kvpress
-from criticalkv.shared.eviction.orders import Ranked
+from criticalkv.shared.eviction.orders import Forced, Ranked
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profile
 from criticalkv.shared.eviction.scores import (
     LayerScores,
     finite,
-    uses_critical,
-    uses_relative,
 )
 from criticalkv.shared.eviction.selectors import SELECTORS
 from criticalkv.shared.eviction.selectors.candidates import Candidates
@@ -75,11 +73,12 @@ class Plan:
         self._real = real
         forced = torch.stack([layer.forced.expand_as(layer.attention) for layer in layers])
         self._tokens = forced.shape[-1] if tokens is None else tokens
+        self._forced = Forced(forced if real is None else forced & real)
         self._entries = Candidates(
-            forced if real is None else forced & real,
+            self._forced.mask,
             self._ranked(layers, "attention"),
-            self._ranked(layers, "critical") if uses_critical(policy) else None,
-            self._ranked(layers, "relative") if uses_relative(policy) else None,
+            self._ranked(layers, "critical") if policy.reads_critical else None,
+            self._ranked(layers, "relative") if policy.reads_relative else None,
         )
 
     def _ranked(self, layers: Sequence[LayerScores], name: str) -> Ranked:
@@ -111,7 +110,7 @@ class Plan:
     def _contest(self, tier: str) -> Contest:
         return Contest(
             self._allocation,
-            self._entries.forced,
+            self._forced,
             tier,
             self._tokens,
             self._policy,

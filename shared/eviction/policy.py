@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from criticalkv.shared.errors import PolicyError
+from criticalkv.shared.eviction import official
 from criticalkv.shared.eviction.kvpress.combinations import refusal
 from criticalkv.shared.eviction.parameters import ALIASES, used_parameters
 from criticalkv.shared.identity import POLICY_DENSE
@@ -148,7 +149,8 @@ class Policy(BaseModel):
             name = min(surplus & set(cls.model_fields))
             parts = "+".join(str(data.get(part)) for part in PARTS)
             raise ValueError(
-                f"{parts} does not use {name}; it uses {', '.join(sorted(used)) or 'none'}"
+                f"{parts} with these options does not use {name}; it uses "
+                f"{', '.join(sorted(used)) or 'none'}"
             )
         return {**{k: v for k, v in used.items() if v is not None}, **data}
 
@@ -160,16 +162,23 @@ class Policy(BaseModel):
             raise ValueError(f"{self.allocator} needs profile=DIGEST, made by `criticalkv profile`")
         if self.allocator == "duo" and self.scorer != "streaming":
             raise ValueError("duo goes with the scorer streaming: its heads keep sinks and recent")
-        if self._reads_relative and self.scorer not in MAY_BE_RELATIVE:
+        if self.reads_relative and self.scorer not in MAY_BE_RELATIVE:
             raise ValueError(f"relative scores need a scorer of {', '.join(MAY_BE_RELATIVE)}")
         if self.scorer == "streaming" and self.selector != "plain":
             raise ValueError("streaming has no attention to multiply; it goes with plain")
-        if (self.self_weight or self.echo_weight) and not self._reads_relative:
+        if (self.self_weight or self.echo_weight) and not self.reads_relative:
             raise ValueError("self_weight and echo_weight belong to relative scores")
-        if self.preset == "kvpress" and (why := refusal(dict(self))):
+        if why := self._refusal():
             raise ValueError(why)
         self._check_stepwise()
         return self
+
+    def _refusal(self) -> str | None:
+        """Why the preset has no such policy."""
+        if self.preset == "official":
+            parts = (self.scorer, self.allocator, self.selector)
+            return official.refusal(*parts, reads_relative=self.reads_relative)
+        return refusal(dict(self)) if self.preset == "kvpress" else None
 
     def _check_stepwise(self) -> None:
         if not self.interval:
@@ -182,11 +191,19 @@ class Policy(BaseModel):
             raise ValueError(
                 f"interval goes with a scorer of {', '.join(STEPWISE)} and uniform or adakv"
             )
-        if self.preset != "paper" or self._reads_relative:
+        if self.preset != "paper" or self.reads_relative:
             raise ValueError("interval goes with preset=paper and without relative scores")
 
     @property
-    def _reads_relative(self) -> bool:
+    def reads_critical(self) -> bool:
+        """Whether the selector reads `LayerScores.critical`."""
+        return self.selector == "critical" or (
+            self.selector == "twostage" and self.second == "critical"
+        )
+
+    @property
+    def reads_relative(self) -> bool:
+        """Whether the selector reads `LayerScores.relative`."""
         return self.selector == "relative" or (
             self.selector == "twostage" and self.second == "relative"
         )
@@ -218,9 +235,13 @@ class Policy(BaseModel):
                 f"{', '.join(sorted(ALIASES))}",
                 param="policy",
             )
-        options = {**_options(defaults), **_options(tail)}
+        named, given = dict(zip(PARTS, parts, strict=True)), _options(tail)
+        aliased_options = _options(defaults)
+        used = used_parameters(aliased_options | given | named)
+        # What the options switch off is no longer the alias' business.
+        kept = {key: value for key, value in aliased_options.items() if key in used}
         try:
-            return cls.model_validate({**dict(zip(PARTS, parts, strict=True)), **options})
+            return cls.model_validate(kept | given | named)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(x) for x in first["loc"])
@@ -231,7 +252,7 @@ class Policy(BaseModel):
 
     def canonical(self) -> str:
         """The full textual form, every parameter in use spelled out, for identities."""
-        used = used_parameters({part: getattr(self, part) for part in (*PARTS, "preset")})
+        used = used_parameters(dict(self))
         options = ",".join(f"{key}={_plain(getattr(self, key))}" for key in sorted(used))
         return f"{self.scorer}+{self.allocator}+{self.selector}:{options}"
 
@@ -278,7 +299,8 @@ def _options(text: str) -> dict[str, str]:
 def _plain(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
+    # + 0: a negative zero is zero.
+    return format(value.normalize() + 0, "f") if isinstance(value, Decimal) else str(value)
 
 
 DEFAULT_POLICY = ALIASES["default"]

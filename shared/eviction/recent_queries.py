@@ -21,6 +21,11 @@ class RecentQueries:
         self._rows = torch.empty(0, 0, 0)
         self.length = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, room for more included."""
+        return self._rows.numel() * self._rows.element_size()
+
     def append(self, query: Tensor) -> None:
         """Add [num_q_heads, T, head_dim]."""
         query = query[:, -self._held :]

@@ -69,9 +69,9 @@ class LayerScores:
         finite(attention, "attention scores")
         finite(values, "values")
         critical = relative = None
-        if uses_critical(policy):
-            critical = critical_score(attention, values, w_o, policy)
-        if uses_relative(policy):
+        if policy.reads_critical:
+            critical = critical_score(attention, values, w_o, policy, real)
+        if policy.reads_relative:
             if sumsq is None:
                 raise ValueError("relative scores need the sum of squares")
             relative = relative_score(sumsq, values, w_o)
@@ -92,21 +92,9 @@ class LayerScores:
         return score
 
 
-def uses_critical(policy: Policy) -> bool:
-    """Whether the policy's selector reads `LayerScores.critical`."""
-    if policy.selector == "twostage":
-        return policy.second == "critical"
-    return policy.selector == "critical"
-
-
-def uses_relative(policy: Policy) -> bool:
-    """Whether the policy's selector reads `LayerScores.relative`."""
-    if policy.selector == "twostage":
-        return policy.second == "relative"
-    return policy.selector == "relative"
-
-
-def critical_score(attention: Tensor, values: Tensor, w_o: Tensor, policy: Policy) -> Tensor:
+def critical_score(
+    attention: Tensor, values: Tensor, w_o: Tensor, policy: Policy, real: Tensor | None = None
+) -> Tensor:
     """Return 𝓐 = (A + ε) ⊙ mean over the group of ‖v·W_O‖.
 
     CriticalKV, arXiv 2502.03805, Algorithm 1, line of stage 2, with ε of footnote 3.
@@ -116,9 +104,12 @@ def critical_score(attention: Tensor, values: Tensor, w_o: Tensor, policy: Polic
         values: [num_kv_heads, n, head_dim].
         w_o: [D_model, num_q_heads · head_dim].
         policy: gives ε and the norm.
+        real: bool [num_kv_heads, n], False for padding, which is no entry; None: no padding.
     """
     norms = ops.value_norm(values, w_o, _group_size(values, w_o), policy.norm)
-    eps = float(policy.eps) / (values.shape[1] if policy.eps_per_token else 1)
+    eps: Tensor | float = float(policy.eps)
+    if policy.eps_per_token:
+        eps = eps / (values.shape[1] if real is None else real.sum(-1, keepdim=True).clamp_min(1))
     return finite((attention + eps) * norms.mean(1), "critical scores")
 
 

@@ -72,9 +72,10 @@ class StepwiseLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: ancestors, survivors and the growing piece."""
+        """Bytes held: ancestors, survivors, the growing piece and the latest queries."""
         tail = (self._tail.keys, self._tail.values)
-        return self._visible.nbytes + sum(t.numel() * t.element_size() for t in tail)
+        held = sum(t.numel() * t.element_size() for t in tail)
+        return self._visible.nbytes + held + self._queries.nbytes
 
     def attend(self, call: LayerCall) -> Tensor:
         """Append the call's tokens, which end no later than their piece; attend to all.

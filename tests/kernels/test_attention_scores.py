@@ -2,13 +2,15 @@
 
 import itertools
 import math
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from criticalkv.kernels import ops
+from criticalkv.kernels import ops, reference
 
 torch.set_num_threads(1)
 
@@ -325,3 +327,24 @@ def test_inputs_are_not_written() -> None:
 def test_misuse_is_refused(queries: Tensor, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.attention_scores(queries, torch.zeros(2, 5, 4), scaling=1.0, **extra)
+
+
+def test_a_block_is_gone_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks at once would be twice the memory."""
+    made: list[weakref.ref[Tensor]] = []
+    every = reference._every_column
+
+    def watching(*args: Any, **kwargs: Any) -> Iterator[reference.AttentionRows]:
+        blocks = every(*args, **kwargs)
+        while (block := next(blocks, None)) is not None:
+            assert all(ref() is None for ref in made)
+            made.append(weakref.ref(block.probs))
+            box = [block]
+            del block
+            yield box.pop()
+
+    monkeypatch.setattr(reference, "_every_column", watching)
+    queries, keys = torch.randn(6, 7, 8), torch.randn(2, 9, 8)
+    for name in EVERY:
+        ops.attention_scores(queries, keys, scaling=0.3, reductions=(name,), block=2)
+    assert len(made) == len(EVERY) * 2 * 4

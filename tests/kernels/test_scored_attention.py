@@ -64,6 +64,25 @@ def test_equals_attention_and_scores(
     torch.testing.assert_close(sumsq, scores["sumsq"], atol=0, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_is_scored_in_fp32(dtype: torch.dtype) -> None:
+    """Weights are those of the same tensors in fp32; ‖o_q‖ is of outputs that were rounded."""
+    torch.manual_seed(5)
+    shapes = [(6, 7, 32), (2, 19, 32), (2, 19, 32), (2, 7, 32), (2, 7, 32)]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    w_o = torch.randn(23, 6 * 32).to(dtype)
+    out, peak, sumsq = ops.scored_attention(*tensors, scaling=0.2, unscored=2, w_o=w_o)
+    _, full_peak, full_sumsq = ops.scored_attention(
+        *(t.float() for t in tensors), scaling=0.2, unscored=2, w_o=w_o.float()
+    )
+    assert out.dtype == dtype
+    assert sumsq is not None
+    assert full_sumsq is not None
+    assert peak.dtype == sumsq.dtype == torch.float32
+    torch.testing.assert_close(peak, full_peak, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(sumsq, full_sumsq, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_without_w_o_there_is_no_sum_of_squares() -> None:
     one = torch.randn(1, 3, 16)
     out, peak, sumsq = ops.scored_attention(one, one, one, one, one, scaling=1.0)

@@ -76,3 +76,20 @@ def test_output_norms_equal_the_projected_output() -> None:
         torch.testing.assert_close(
             ops.output_norms(out, w_o)[i].double(), expected, rtol=1e-5, atol=1e-5
         )
+
+
+def test_output_norms_never_hold_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    out, w_o = torch.randn(4, 41, 8), torch.randn(30, 32)
+    whole = ops.output_norms(out, w_o)
+    seen: list[int] = []
+    linear = reference.F.linear
+
+    def noting(rows: Tensor, weight: Tensor) -> Tensor:
+        seen.append(max(rows.numel(), rows.shape[0] * weight.shape[0]))
+        return linear(rows, weight)
+
+    monkeypatch.setattr(reference.F, "linear", noting)
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 200)
+    torch.testing.assert_close(ops.output_norms(out, w_o), whole)
+    assert max(seen) <= 200

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from policies import make_profile
 from torch import Tensor
 
 from criticalkv.services.decode import engine as decode_engine
@@ -20,6 +22,8 @@ from criticalkv.services.decode.sequence import Sequence
 from criticalkv.services.local import LocalEngine, LocalNode
 from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.chain import ChainLoader
+from criticalkv.shared.config import EvictionConfig
+from criticalkv.shared.eviction.profile import save_profile
 from criticalkv.shared.model.attention import IMPLEMENTATION
 from criticalkv.shared.model.loader import LoadedModel
 
@@ -42,6 +46,15 @@ POLICIES = [
     "replay+uniform+twostage",
     "replay+model+relative",
 ]
+SCORED = [
+    "echo+model+relative:echo_chunk=64,self_weight=0.5,distance=16",
+    "echo+adakv+twostage:echo_chunk=64,echo_reach=64",
+    "self+adakv+twostage:distance=16",
+    "self+model+relative:distance=16,stride=3",
+    "replay+model+relative:chunk=128,share=0.25",
+    "replay+model+relative:chunk=128,share=0.125,echo_weight=4,echo_chunk=64,self_weight=0.5",
+]
+PROFILED = ["window+headkv+twostage", "replay+headkv+relative", "streaming+duo+plain"]
 
 
 @dataclass
@@ -59,9 +72,14 @@ class Block:
 class Conversation:
     """Contexts and turns over one engine, with everything the oracle needs."""
 
-    def __init__(self, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        monkeypatch: pytest.MonkeyPatch,
+        eviction: EvictionConfig | None = None,
+    ) -> None:
         self.model = model
-        self.engine = LocalEngine(model)
+        self.engine = LocalEngine(model, eviction=eviction)
         self.tokens: list[int] = []
         self.blocks: list[Block] = []
         self.views: list[tuple[str, ...]] = []
@@ -180,8 +198,8 @@ def random_ids(n: int, seed: int) -> list[int]:
 def conversation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Conversation]]:
     made: list[Conversation] = []
 
-    def make(model: LoadedModel) -> Conversation:
-        made.append(Conversation(model, monkeypatch))
+    def make(model: LoadedModel, eviction: EvictionConfig | None = None) -> Conversation:
+        made.append(Conversation(model, monkeypatch, eviction))
         return made[-1]
 
     yield make
@@ -205,13 +223,31 @@ def test_three_turns_at_different_tiers(
         talk.turn(random_ids(question, seed), tier, 4)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *SCORED])
 @pytest.mark.parametrize("tier", ["0.05", "0.2", "0.6", "1"])
 def test_every_policy_and_tier(
     policy: str, tier: str, tiny_model: Factory, conversation: Callable[..., Conversation]
 ) -> None:
     talk = conversation(tiny_model())
     talk.context(random_ids(500, 2), policy)
+    talk.turn(random_ids(17, 3), tier, 3)
+
+
+@pytest.mark.parametrize("policy", PROFILED)
+@pytest.mark.parametrize("tier", ["0.05", "0.4", "1"])
+def test_budgets_by_profile(
+    policy: str,
+    tier: str,
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+    tmp_path: Path,
+) -> None:
+    model = tiny_model()
+    drawn = make_profile(model.spec.num_layers, model.spec.num_kv_heads)
+    profile = drawn.model_copy(update={"model_digest": model.spec.model_digest})
+    save_profile(profile, tmp_path)
+    talk = conversation(model, EvictionConfig(profiles_dir=str(tmp_path)))
+    talk.context(random_ids(300, 2), f"{policy}:profile={profile.digest}")
     talk.turn(random_ids(17, 3), tier, 3)
 
 

@@ -32,6 +32,7 @@ from criticalkv.shared.chain import Chain
 from criticalkv.shared.errors import CancelledError, NodeMissingError, NumericsError, PolicyError
 from criticalkv.shared.eviction import stepwise as stepwise_module
 from criticalkv.shared.eviction.policy import STEPWISE, Policy, parse_turn_policy
+from criticalkv.shared.eviction.recent_queries import SLACK
 from criticalkv.shared.eviction.scorers import SCORERS
 from criticalkv.shared.eviction.stepwise import StepwiseLayer
 from criticalkv.shared.model.attention import LayerCall
@@ -507,10 +508,27 @@ def test_a_decoding_turn_holds_its_budget_and_one_piece(
     policy = "window+uniform+plain:window=4,interval=16,target=8"
     local.generate(None, random_ids(40, 1), policy=policy, max_tokens=200, ignore_eos=True)
     spec = local.model.spec
-    assert max(held) <= (8 + 16) * spec.num_kv_heads * (2 * spec.head_dim * 4 + 4)
+    entries = (8 + 16) * spec.num_kv_heads * (2 * spec.head_dim * 4 + 4)
+    queries = (4 + 2 * SLACK) * spec.num_q_heads * spec.head_dim * 4
+    assert max(held) <= entries + queries
 
 
 # --------------------------------------------------------------- beside other turns
+
+
+def same_where_it_is_clear(one: LocalTurn, other: LocalTurn) -> bool:
+    """Compare up to the first token whose choice rounding may have changed: that is the end.
+
+    Returns whether there was none.
+    """
+    chosen = [item for delta in one.deltas for item in delta.logprobs]
+    assert len(chosen) == len(one.token_ids) == len(other.token_ids)
+    for ours, theirs, item in zip(one.token_ids, other.token_ids, chosen, strict=True):
+        if ours != theirs:
+            first, second = sorted((p for _, p in item.top), reverse=True)[:2]
+            assert first - second <= TOLERANCE
+            return False
+    return True
 
 
 def test_a_turn_is_the_same_whatever_runs_beside_it(local: LocalEngine) -> None:
@@ -519,7 +537,12 @@ def test_a_turn_is_the_same_whatever_runs_beside_it(local: LocalEngine) -> None:
 
     def run(n: int) -> LocalTurn:
         return local.generate(
-            context, random_ids(9 + n, n), policy=policies[n], max_tokens=40, ignore_eos=True
+            context,
+            random_ids(9 + n, n),
+            policy=policies[n],
+            max_tokens=40,
+            ignore_eos=True,
+            logprobs=2,
         )
 
     alone = [run(n) for n in range(4)]
@@ -537,8 +560,8 @@ def test_a_turn_is_the_same_whatever_runs_beside_it(local: LocalEngine) -> None:
         thread.join()
     for one, other, cache in zip(alone, together, kept, strict=True):
         assert other is not None
-        assert other.token_ids == one.token_ids
-        assert difference(read(local, other), cache) < 1e-4
+        if same_where_it_is_clear(one, other):
+            assert difference(read(local, other), cache) < 1e-4
 
 
 def test_an_eviction_changes_no_bit_of_a_neighbour(tiny_model: Factory) -> None:

@@ -32,7 +32,8 @@ def make_policy(scorer: str, allocator: str, selector: str, **options: object) -
     if allocator == "duo":
         scorer, options = "streaming", {"sinks": 2, "recent": 3} | options
     options = {"profile": ANY_DIGEST} | options
-    used = used_parameters({"scorer": scorer, "allocator": allocator, "selector": selector})
+    parts = {"scorer": scorer, "allocator": allocator, "selector": selector}
+    used = used_parameters(options | parts)
     given = {key: value for key, value in options.items() if key in used and value != ""}
     text = ",".join(f"{key}={value}" for key, value in given.items())
     return Policy.parse(f"{scorer}+{allocator}+{selector}:{text}")

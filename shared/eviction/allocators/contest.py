@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from criticalkv.shared.eviction.orders import Ranked, floor_of
+from criticalkv.shared.eviction.orders import Forced, Ranked, floor_of
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profile
 
@@ -19,7 +19,7 @@ class Contest:
 
     Attributes:
         ranked: the score that they compete by, [layers, num_kv_heads, n].
-        forced: bool [layers, num_kv_heads, n], entries that are kept at every tier.
+        kept: entries [layers, num_kv_heads, n] that are kept at every tier.
         tier: kept fraction, a decimal.
         tokens: what the tier is a fraction of: n, or more after earlier steps.
         policy: with the allocator's parameters.
@@ -29,13 +29,18 @@ class Contest:
     """
 
     ranked: Ranked
-    forced: Tensor
+    kept: Forced
     tier: str
     tokens: int
     policy: Policy
     layers: tuple[int, ...]
     evictable: tuple[int, ...]
     profile: Profile | None = None
+
+    @property
+    def forced(self) -> Tensor:
+        """Entries that are kept at every tier, bool [layers, num_kv_heads, n]."""
+        return self.kept.mask
 
     @property
     def per_head(self) -> int:
@@ -58,10 +63,10 @@ class Contest:
         Allocators that know no scores decide on the whole model at once. A layer that is
         streamed alone stands for the others: their forced entries are as many.
         """
-        counts = self.forced.sum(-1)
+        counts = self.kept.listed
         if self.layers != self.evictable:
-            counts = counts[:1].expand(len(self.evictable), -1)
-        return [int(c) for c in counts.flatten().tolist()]
+            counts = counts[:1] * len(self.evictable)
+        return [count for row in counts for count in row]
 
     def uniform_of_all(self) -> list[int]:
         """The uniform budgets of the same heads."""

@@ -9,5 +9,4 @@ from criticalkv.shared.eviction.allocators.contest import Contest
 
 def uniform(contest: Contest) -> Tensor:
     """Give every head ⌊n·t⌋ entries, at least one, and never fewer than are forced."""
-    forced = contest.forced
-    return forced.sum(-1).clamp_min(min(forced.shape[-1], contest.per_head))
+    return contest.kept.counts.clamp_min(min(contest.n, contest.per_head))

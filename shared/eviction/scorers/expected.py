@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from criticalkv.shared.eviction.scores import LayerScores, finite
 
 COLUMNS = 4096
 """Keys per block of the quadratic form."""
+QUERIES = 4096
+"""Queries per block of their mean and covariance."""
 
 
 def expected(policy: Policy, layer: ContextLayer) -> LayerScores:
@@ -65,16 +68,15 @@ class Future:
     def of(cls, policy: Policy, layer: ContextLayer, rotation: Rotation) -> Future:
         """Take mean and covariance of the queries before RoPE, without the first `sinks`
         tokens, and rotate both by the mean rotation of the next `future` positions."""
-        queries = _before_rotation(policy, layer, rotation)
         end = layer.first_position + layer.n
         turn = _mean_rotation(rotation, torch.arange(end, end + policy.future))
-        mean, covariance = queries.mean(1, keepdim=True), None
+        mean = _mean(_before_rotation(policy, layer, rotation))
         grouped = (layer.keys.shape[0], layer.group_size)
+        covariance = None
         if policy.covariance:
-            centred = queries - mean
-            spread = centred.transpose(1, 2) @ centred / queries.shape[1]
+            spread = _spread(_before_rotation(policy, layer, rotation), mean)
             covariance = (turn @ spread @ turn.T).unflatten(0, grouped)
-        return cls((mean[:, 0] @ turn.T).unflatten(0, grouped), covariance)
+        return cls((mean @ turn.T).unflatten(0, grouped), covariance)
 
     def logits(self, keys: Tensor, scaling: float) -> Tensor:
         """Return log E[exp(scaling · q·k)] of [num_kv_heads, p, head_dim] keys.
@@ -96,14 +98,37 @@ class Future:
         return finite(logits, "expected logits")
 
 
-def _before_rotation(policy: Policy, layer: ContextLayer, rotation: Rotation) -> Tensor:
-    """The queries after the first `sinks` tokens before RoPE, fp32 [num_q_heads, m, head_dim]."""
+def _before_rotation(policy: Policy, layer: ContextLayer, rotation: Rotation) -> Iterator[Tensor]:
+    """Yield the queries after the first `sinks` tokens before RoPE, block by block.
+
+    fp32 [num_q_heads, ≤ QUERIES, head_dim]: all of them at once would be several times
+    the layer's queries.
+    """
     skipped = layer.n - layer.queries.shape[1]
-    queries = layer.queries[:, max(0, policy.sinks - skipped) :].float()
-    end = layer.first_position + layer.n
-    cos, sin = rotation(torch.arange(end - queries.shape[1], end))
-    # cos and sin may carry a factor of the RoPE variant (yarn): divide by its square.
-    return (queries * cos - turn_half(queries) * sin) / (cos.square() + sin.square())
+    queries = layer.queries[:, max(0, policy.sinks - skipped) :]
+    begin = layer.first_position + layer.n - queries.shape[1]
+    for block in queries.split(QUERIES, dim=1):
+        end = begin + block.shape[1]
+        cos, sin = rotation(torch.arange(begin, end, device=block.device))
+        block, begin = block.float(), end
+        # cos and sin may carry a factor of the RoPE variant (yarn): divide by its square.
+        yield (block * cos - turn_half(block) * sin) / (cos.square() + sin.square())
+
+
+def _mean(blocks: Iterator[Tensor]) -> Tensor:
+    """Mean of [heads, block, head_dim] over all blocks: [heads, head_dim]."""
+    parts = [(block.sum(1), block.shape[1]) for block in blocks]
+    return torch.stack([total for total, _ in parts]).sum(0) / sum(count for _, count in parts)
+
+
+def _spread(blocks: Iterator[Tensor], mean: Tensor) -> Tensor:
+    """Mean of (q − mean)(q − mean)ᵀ over all blocks: [heads, head_dim, head_dim]."""
+    total, count = torch.zeros_like(mean[..., None] * mean[:, None]), 0
+    for block in blocks:
+        centred = block - mean[:, None]
+        total += centred.transpose(1, 2) @ centred
+        count += block.shape[1]
+    return total / count
 
 
 def _mean_rotation(rotation: Rotation, positions: Tensor) -> Tensor:

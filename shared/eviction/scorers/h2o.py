@@ -5,7 +5,7 @@ from __future__ import annotations
 from criticalkv.kernels import ops
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scores import LayerScores, uses_relative
+from criticalkv.shared.eviction.scores import LayerScores
 
 
 def h2o(policy: Policy, layer: ContextLayer) -> LayerScores:
@@ -18,7 +18,7 @@ def h2o(policy: Policy, layer: ContextLayer) -> LayerScores:
     """
     count = min(policy.span, layer.queries.shape[1])
     reductions: tuple[ops.Reduction, ...] = ("sum",)
-    if uses_relative(policy):
+    if policy.reads_relative:
         reductions = ("sum", "sumsq")
     reduced = layer.attention(count, *reductions)
     return LayerScores.of(

@@ -10,8 +10,9 @@ from torch import Tensor
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scorers.echo import echo_sumsq
+from criticalkv.shared.eviction.scorers.ends import ends
 from criticalkv.shared.eviction.scorers.own import own_sumsq
-from criticalkv.shared.eviction.scores import LayerScores, finite, uses_relative
+from criticalkv.shared.eviction.scores import LayerScores, finite
 
 
 class ReplayScorer:
@@ -40,7 +41,7 @@ class ReplayScorer:
         highest = finite(peak.amax(1), "attention scores")
         before = self._max[layer]
         self._max[layer] = highest if before is None else torch.maximum(before, highest)
-        if uses_relative(self._policy):
+        if self._policy.reads_relative:
             if sumsq is None:
                 raise ValueError("relative scores need the sum of squares")
             total = self._sumsq[layer]
@@ -68,9 +69,7 @@ class ReplayScorer:
         attention, sumsq = self._max[layer], self._sumsq[layer]
         if attention is None:
             raise ValueError(f"layer {layer} saw no replay chunk")
-        index = torch.arange(attention.shape[1], device=attention.device)
-        recent = index >= attention.shape[1] - self._policy.recent
-        forced = (index < self._policy.sinks) | recent
+        forced = ends(self._policy, attention.shape[1], attention.device)
         return LayerScores.of(self._policy, attention, forced, values=values, w_o=w_o, sumsq=sumsq)
 
 
@@ -83,9 +82,18 @@ def first_pass_sumsq(policy: Policy, layer: ContextLayer) -> Tensor | None:
     Returns:
         fp32 [num_kv_heads, group_size, n], or None if the policy adds nothing.
     """
-    total = None
-    for weight, sumsq in ((policy.echo_weight, echo_sumsq), (policy.self_weight, own_sumsq)):
-        if weight:
-            part = float(weight) * sumsq(policy, layer)
-            total = part if total is None else total + part
+    if not policy.echo_weight:
+        return float(policy.self_weight) * own_sumsq(policy, layer) if policy.self_weight else None
+    weight = layer.output_weight(layer.n)
+    total = float(policy.echo_weight) * echo_sumsq(policy, layer, weight)
+    if policy.self_weight:
+        total += float(policy.self_weight) * own_sumsq(policy, layer, weight)
     return total
+
+
+def held_bytes(policy: Policy, num_q_heads: int, num_kv_heads: int) -> int:
+    """Bytes of fp32 sums that a replay holds per token of the context and layer."""
+    if policy.scorer != "replay":
+        return 0
+    first_pass = bool(policy.echo_weight or policy.self_weight)
+    return 4 * (num_kv_heads + (policy.reads_relative + first_pass) * num_q_heads)

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from criticalkv.shared.eviction.context_layer import Rotation
 
 
-def rotate(x: Tensor, steps: int, rotation: Rotation) -> Tensor:
-    """Move what was rotated at some position to `steps` positions later.
+class Turn(NamedTuple):
+    """A change of position: cos and sin fp32 [head_dim], or [count, head_dim] of many."""
 
-    Args:
-        x: [heads, count, head_dim], after RoPE.
-        steps: ≥ 0.
-        rotation: the model's RoPE. Its factor (yarn) is in `x` already.
+    cos: Tensor
+    sin: Tensor
 
-    Returns:
-        fp32, shaped as x.
-    """
-    cos, sin = rotation(torch.tensor([steps], device=x.device))
-    factor = (cos.square() + sin.square()).sqrt()
-    x = x.float()
-    return (x * cos + turn_half(x) * sin) / factor
+    @classmethod
+    def by(cls, steps: Tensor, rotation: Rotation) -> Turn:
+        """Return the turns to `steps` positions later.
+
+        Args:
+            steps: int64 [count], ≥ 0.
+            rotation: the model's RoPE. What is turned carries its factor (yarn) already.
+        """
+        cos, sin = rotation(steps)
+        factor = (cos.square() + sin.square()).sqrt()
+        return cls(cos / factor, sin / factor)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn [heads, count, head_dim] after RoPE; fp32, shaped as x."""
+        x = x.float()
+        return x * self.cos + turn_half(x) * self.sin
 
 
 def turn_half(x: Tensor) -> Tensor:

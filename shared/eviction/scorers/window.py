@@ -9,24 +9,26 @@ from torch import Tensor
 from criticalkv.kernels import ops
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scores import LayerScores, uses_relative
+from criticalkv.shared.eviction.scores import LayerScores
 
 
 def window(policy: Policy, layer: ContextLayer) -> LayerScores:
     """Score a layer's entries by its observation window.
 
-    Mean over the window's queries, mean over the group, then max-pooling (stride 1,
+    Mean over the window's queries (their sum under preset `official`, as the authors' code
+    has it: next to an ε that is not the same), mean over the group, then max-pooling (stride 1,
     same length) of what lies before the window. The window itself is forced, outside
     the pooling.
     """
     width = min(policy.window, layer.n)
-    reductions: tuple[ops.Reduction, ...] = ("mean",)
-    if uses_relative(policy):
-        reductions = ("mean", "sumsq")
+    over: ops.Reduction = "sum" if policy.preset == "official" else "mean"
+    reductions: tuple[ops.Reduction, ...] = (over,)
+    if policy.reads_relative:
+        reductions = (over, "sumsq")
     reduced = layer.attention(width, *reductions)
     return LayerScores.of(
         policy,
-        pool(reduced["mean"].mean(1), layer.n - width, policy),
+        pool(reduced[over].mean(1), layer.n - width, policy),
         layer.last(width),
         values=layer.values,
         w_o=layer.w_o,

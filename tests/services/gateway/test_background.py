@@ -37,9 +37,8 @@ class Work:
     def replaces(self, other: Job) -> bool:
         return bool(self.old) and other.key == self.old
 
-    async def run(self, deadline: Deadline) -> Outcome:
+    async def run(self, _: Deadline) -> Outcome:
         self.runs += 1
-        deadline.remaining()
         try:
             await self.go.wait()
         except asyncio.CancelledError:
@@ -116,16 +115,42 @@ async def test_two_jobs_of_one_key_are_one() -> None:
     assert [job.runs for job in doubles] == [0, 0]
 
 
-async def test_a_job_that_was_replaced_ends() -> None:
+async def test_a_replaced_job_is_dropped_unless_it_runs() -> None:
     worker, running, waiting = make(), Work("a"), Work("b")
     worker.submit(running)
     await until(lambda: running.runs == 1)
     worker.submit(waiting)
     worker.submit(free("c", old="b"))
     worker.submit(free("d", old="a"))
-    await until(lambda: events(worker).get("done") == 2)
-    assert (running.cancelled, waiting.runs) == (True, 0)
-    assert events(worker) == {"queued": 4, "done": 2, "dropped": 2}
+    running.go.set()
+    await until(lambda: events(worker).get("done") == 3)
+    assert (running.cancelled, waiting.runs) == (False, 0)
+    assert events(worker) == {"queued": 4, "done": 3, "dropped": 1}
+
+
+async def test_a_job_that_is_not_taken_replaces_nothing() -> None:
+    worker, running, waiting, rests = make(size=1), Work("a"), Work("b"), Work("c", old="b")
+    worker.submit(running)
+    await until(lambda: running.runs == 1)
+    worker.submit(waiting)
+    worker._rest("c")
+    assert not worker.submit(rests)
+    assert worker.has("b")
+    # What it replaces makes room for it, however full the queue is.
+    assert worker.submit(Work("d", old="b"))
+    assert (worker.has("b"), worker.has("d")) == (False, True)
+    await worker.aclose()
+
+
+async def test_a_job_cancelled_before_its_first_step_runs_no_more() -> None:
+    worker = make()
+    worker.submit(Work("a"))
+    await asyncio.sleep(0)  # the worker has taken it, and it has not begun
+    assert worker.has("a")
+    worker._current.cancel()
+    await until(lambda: worker._worker.done())
+    assert not worker.has("a")
+    assert events(worker) == {"queued": 1, "dropped": 1}
 
 
 async def test_what_may_work_later_is_tried_again() -> None:
@@ -137,7 +162,7 @@ async def test_what_may_work_later_is_tried_again() -> None:
 
 
 async def test_it_is_not_tried_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, job = make(), free("a", errors=[OverloadedError("full")] * 99)
+    worker, job = make(), free("a", errors=[WorkerLostError("died")] * 99)
     worker.submit(job)
     await until(lambda: events(worker).get("failed") == 1)
     assert job.runs == module.ATTEMPTS
@@ -147,6 +172,15 @@ async def test_it_is_not_tried_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     worker._resting.clear()
     assert worker.submit(free("a"))
     await until(lambda: events(worker).get("done") == 1)
+
+
+async def test_under_load_only_the_deadline_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", (0.0, 0.0))
+    worker = make(timeout_s=60.0)
+    job = free("a", errors=[OverloadedError("full")] * 3 * module.ATTEMPTS)
+    worker.submit(job)
+    await until(lambda: events(worker).get("done") == 1)
+    assert job.runs == 3 * module.ATTEMPTS + 1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +205,7 @@ async def test_a_failure_is_one_line_without_text_and_the_next_job_runs(
 
 
 async def test_a_deadline_ends_a_job() -> None:
-    worker, job = make(timeout_s=0.05), Work("a")
+    worker, job = make(timeout_s=0.5), Work("a")
     worker.submit(job)
     await until(lambda: events(worker).get("failed") == 1)
     assert job.cancelled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import LeaseLostError, NodeMissingError, StoreFullError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE
+from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 DOC = "d" * 150
 Message = dict[str, Any]
@@ -469,13 +471,29 @@ def test_identical_misses_at_once_prefill_once(gateway: Any) -> None:
 def test_a_lease_is_kept_while_its_prefill_runs(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_once, "LEASE_MS", 400)
-    monkeypatch.setattr(prefill_once, "RENEW_S", 0.1)
-    gateway.workers.prefill_delay = 1.5
+    """As often as it is renewed, it is there, for as long as the prefill runs."""
+    monkeypatch.setattr(prefill_once, "RENEW_S", 0.05)
+    renewed: list[bool] = []
+    renew, run = gateway.core.store.renew_lease, gateway.workers.prefill
+
+    async def noting(node_id: str, ttl_ms: int, token: str) -> bool:
+        renewed.append(await renew(node_id, ttl_ms, token))
+        return renewed[-1]
+
+    async def until_renewed(request: PrefillRequest) -> PrefillResult:
+        async with asyncio.timeout(60):
+            while len(renewed) < 5:
+                await asyncio.sleep(0.01)
+        result: PrefillResult = await run(request)
+        return result
+
+    monkeypatch.setattr(gateway.core.store, "renew_lease", noting)
+    monkeypatch.setattr(gateway.workers, "prefill", until_renewed)
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda i: gateway.chat([user(marked(DOC), f"q{i}")]), range(2)))
     assert [a.status_code for a in answers] == [200] * 2
     assert len(gateway.workers.prefills) == 1
+    assert all(renewed)
 
 
 def test_a_long_context_gets_its_lease(make_gateway: Callable[..., Any]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -138,6 +140,67 @@ def test_another_answer_under_a_bound_handle_is_a_conflict(
         gateway.get(f"/v1/contexts/{first['id']}").json()["node_id"]
         == again["criticalkv"]["node_id"]
     )
+
+
+SWAPPING = {"policy": "kvzip", "first_policy": "snapkv"}
+MARKED = {"type": "text", "text": "d" * 150, "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+@pytest.mark.parametrize("how", ["context", "context and attachment", "resent"])
+def test_a_retry_reads_what_the_first_attempt_read(
+    how: str,
+    make_gateway: Callable[..., Any],
+    key: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its context has a better node by now; from there it would be another turn."""
+    monkeypatch.setattr(idempotency, "MAX_ANSWER_BYTES", 0)  # no answer is kept
+    gateway, hold = make_gateway(eviction=SWAPPING), threading.Event()
+    gateway.workers.hold_background = hold
+    asked: dict[str, Any] = {}
+    content: list[Any] = [{"type": "text", "text": "why?"}]
+    if how != "context":
+        content.insert(0, {**MARKED, "text": "e" * 150} if "and" in how else MARKED)
+    if how != "resent":
+        made = gateway.post("/v1/contexts", {"text": "d" * 150}).json()
+        asked = {"criticalkv": {"context_id": made["id"]}}
+    messages = [{"role": "user", "content": content}]
+    first = gateway.chat(messages, headers=key, **asked).json()
+    if how != "resent":
+        # As if the turn had been under way while its context was led to the better node.
+        client, tenant = gateway.core.store._client, gateway.core.auth.tenant(None).digest
+        resolve = client.resolve_handle
+        hold.set()
+        wait(lambda: len(done(gateway)) == len(gateway.workers.prefills) // 2)
+        better = next(p for p in gateway.workers.prefills if p.background).node_id
+
+        def moved(owner: str, handle: str) -> Any:
+            found = resolve(owner, handle)
+            if (owner, handle) == (tenant, made["id"]):
+                found.node_id = better
+            return found
+
+        monkeypatch.setattr(client, "resolve_handle", moved)
+    hold.set()
+    wait(lambda: gateway.core.background._worker.done())
+    again = gateway.chat(messages, headers=key, **asked)
+    assert again.status_code == 200, again.text
+    assert again.json()["criticalkv"]["node_id"] == first["criticalkv"]["node_id"]
+    other = gateway.chat(messages, **asked).json()
+    assert other["criticalkv"]["node_id"] != first["criticalkv"]["node_id"]
+
+
+def done(gateway: Any) -> list[Any]:
+    background = [p for p in gateway.workers.prefills if p.background]
+    stats = gateway.store.stat([p.node_id for p in background]) if background else []
+    return [stat for stat in stats if stat.present]
+
+
+def wait(what: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("value", ["", "k" * 257])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +13,20 @@ from typing import Any
 import pytest
 
 from criticalkv.services.gateway import background
-from criticalkv.shared.errors import NumericsError, OverloadedError
+from criticalkv.services.gateway.leftovers import Leftovers
+from criticalkv.services.gateway.lookup import _is_wanted
+from criticalkv.services.gateway.metrics import Metrics
+from criticalkv.services.gateway.nodes import Want, is_context
+from criticalkv.services.gateway.prefill_once import Prefiller
+from criticalkv.services.gateway.swap import Bound, Swap
+from criticalkv.services.gateway.transcript import Metadata
+from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.chain import MAX_CHAIN
+from criticalkv.shared.config import MAX_FOLD_AFTER
+from criticalkv.shared.errors import NumericsError, OverloadedError, StoreUnavailableError
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.identity import POLICY_DENSE
+from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
+from criticalkv.shared.requests import PrefillRequest
 
 DOC = "d" * 150
 WANTED = Policy.parse("kvzip").canonical()
@@ -49,7 +62,7 @@ def context(gateway: Any, handle: str) -> dict[str, Any]:
     return gateway.get(f"/v1/contexts/{handle}").json()  # type: ignore[no-any-return]
 
 
-def until(what: Callable[[], Any], timeout: float = 10.0) -> Any:
+def until(what: Callable[[], Any], timeout: float = 60.0) -> Any:
     end = time.monotonic() + timeout
     while not (found := what()):
         assert time.monotonic() < end, "it did not happen"
@@ -65,7 +78,7 @@ def count(gateway: Any, kind: str, event: str) -> int:
 
 def settled(gateway: Any) -> None:
     core = gateway.core.background
-    until(lambda: core._running is None and not core._waiting)
+    until(lambda: core._worker is None or core._worker.done())
 
 
 def policies(gateway: Any) -> list[tuple[str, bool]]:
@@ -188,7 +201,7 @@ def test_a_longer_chain_of_the_first_policy_beats_a_shorter_better_one(
     refining: Any, hold: threading.Event
 ) -> None:
     extension(refining.chat([user(marked(DOC), marked("more"), "q")]))
-    refining.workers.hold_background = None
+    until(lambda: len(refining.workers.prefills) == 3)
     extension(refining.chat([user(marked(DOC), "q")], criticalkv={"policy": "kvzip"}))
     extension(refining.chat([user(marked(DOC), marked("more"), "r")]))
     assert refining.workers.decodes[-1].parent == refining.workers.prefills[1].node_id
@@ -221,6 +234,7 @@ def test_a_request_can_switch_it_off(refining: Any, value: str | None) -> None:
 
 def test_who_names_a_policy_alone_gets_that_one(refining: Any, hold: threading.Event) -> None:
     extension(refining.chat([user(marked(DOC), "q")]))
+    until(lambda: len(refining.workers.prefills) == 2)
     named = {"policy": "kvzip"}
     # The better node is being computed behind others: it is computed at once instead.
     assert extension(refining.chat([user(marked(DOC), "q")], criticalkv=named))["policy"] == WANTED
@@ -260,15 +274,113 @@ def test_a_context_deleted_before_its_refinement_costs_no_prefill(
 def test_a_context_deleted_during_its_refinement_leaves_nothing(
     refining: Any, hold: threading.Event
 ) -> None:
+    refining.core.store.leftovers._longest_s = 0.0
     made = create(refining)
     until(lambda: len(refining.workers.prefills) == 2)
     delete(refining, made["id"])
     hold.set()
     settled(refining)
     better = refining.workers.prefills[1].node_id
-    assert refining.store.token_records([made["node_id"], better]) == [None, None]
+    until(lambda: refining.store.token_records([made["node_id"], better]) == [None, None])
     assert not refining.store.stat([better])[0].present
     assert count(refining, "refine", "unused") == 1
+
+
+def test_what_a_request_may_be_reading_is_not_removed(refining: Any, hold: threading.Event) -> None:
+    """The context is deleted while its better node is read: that one stays a while."""
+    made = create(refining)
+    until(lambda: len(refining.workers.prefills) == 2)
+    delete(refining, made["id"])
+    hold.set()
+    settled(refining)
+    better = refining.workers.prefills[1].node_id
+    assert set(refining.core.store.leftovers._due) == {better}
+    turn = extension(refining.chat([user(marked(DOC), "q")]))
+    assert refining.workers.decodes[-1].parent == better
+    assert turn["published"]
+
+
+def test_a_better_node_without_a_handle_goes_with_the_first_one(
+    refining: Any, hold: threading.Event
+) -> None:
+    turn = extension(refining.chat([user(marked(DOC), marked("more"), "q")]))
+    hold.set()
+    settled(refining)
+    nodes = refining.node_ids()
+    assert (len(nodes), count(refining, "refine", "done")) == (4, 1)
+    assert all(stat.present for stat in refining.store.stat(nodes))
+    delete(refining, turn["handle"])
+    assert refining.store.token_records([*nodes, turn["node_id"]]) == [None] * 5
+
+
+def test_a_better_node_of_a_context_that_went_on_goes_with_it(
+    refining: Any, hold: threading.Event
+) -> None:
+    made = create(refining)
+    turn = extension(refining.chat([user("q0")], criticalkv={"context_id": made["id"]}))
+    hold.set()
+    settled(refining)
+    cheap, better = refining.node_ids()
+    delete(refining, made["id"])
+    assert refining.store.stat([better])[0].present  # the turn still holds its chain
+    delete(refining, turn["handle"])
+    assert refining.store.token_records([cheap, better]) == [None, None]
+
+
+def test_what_a_failed_refinement_had_computed_goes_with_the_first_one(
+    refining: Any, hold: threading.Event
+) -> None:
+    turn = extension(refining.chat([user(marked(DOC), marked("more"), "q")]))
+    until(lambda: len(refining.workers.prefills) == 3)
+    prefill = refining.workers.prefill
+
+    async def failing(_: Any) -> Any:
+        raise NumericsError("nan")
+
+    refining.workers.prefill = failing  # the second step of the chain
+    hold.set()
+    settled(refining)
+    refining.workers.prefill = prefill
+    assert count(refining, "refine", "failed") == 1
+    root = refining.node_ids()[2]
+    assert refining.store.stat([root])[0].present
+    delete(refining, turn["handle"])
+    assert refining.store.token_records([root]) == [None]
+
+
+async def test_the_end_of_the_gateway_removes_what_nobody_needs() -> None:
+    gone: list[str] = []
+
+    async def remove(node_id: str) -> bool:
+        gone.append(node_id)
+        return True
+
+    leftovers = Leftovers(remove, 600.0)
+    leftovers.add(["a", "b"])
+    await leftovers.aclose()
+    assert gone == ["a", "b"]
+
+
+async def test_leftovers_wait_for_the_last_look_up_and_for_the_store() -> None:
+    tried: list[str] = []
+
+    async def remove(node_id: str) -> bool:
+        tried.append(node_id)
+        if len(tried) == 1:
+            raise StoreUnavailableError("down")
+        return True
+
+    leftovers = Leftovers(remove, 600.0)
+    leftovers.add(["a"])
+    leftovers._due["a"] = 0.0
+    await leftovers.met(["a", "b"])
+    assert leftovers._due["a"] > time.monotonic() + 500
+    leftovers._longest_s = 0.0
+    leftovers.add(["a"])
+    leftovers._worker.cancel()
+    leftovers._worker = asyncio.create_task(leftovers._work())
+    await asyncio.wait_for(leftovers._worker, 60)
+    assert tried == ["a", "a"]
 
 
 def delete(gateway: Any, handle: str) -> None:
@@ -323,22 +435,184 @@ def test_answers_stay_right_while_nodes_are_swapped(refining: Any, hold: threadi
 
     def ask(i: int) -> list[str]:
         seen = []
-        while not stop.is_set():
+        last = False
+        while not last:
+            last = stop.is_set()  # begun after all swaps
             seen.append(extension(refining.chat([user(marked("abcdef"[i] * 150), "q")]))["policy"])
         return seen
 
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(ask, i) for i in range(6)]
-        hold.set()
-        until(lambda: count(refining, "refine", "queued") and not refining.core.background._running)
-        settled(refining)
-        time.sleep(0.3)
-        stop.set()
+        try:
+            hold.set()
+            settled(refining)
+        finally:
+            stop.set()
         for future in asked:
             seen = future.result()
             assert seen == sorted(seen, key=[FIRST, WANTED].index)
             assert seen[-1] == WANTED
     assert len(made) == 6
+
+
+def test_a_pin_that_meets_a_move_goes_with_it(
+    refining: Any, hold: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = create(refining)
+    client = refining.core.store._client
+    pin, pinned = client.pin, []
+
+    def late(tenant: str, node_id: str) -> int:
+        pinned.append(node_id)
+        if len(pinned) == 1:  # between the look-up and the pin the handle is led on
+            hold.set()
+            settled(refining)
+        return int(pin(tenant, node_id))
+
+    monkeypatch.setattr(client, "pin", late)
+    assert refining.post(f"/v1/contexts/{made['id']}/pin", {}).json()["pinned"] is True
+    cheap, better = refining.node_ids()
+    assert pinned == [cheap, better]
+    assert [s.pinned for s in refining.store.stat([cheap, better])] == [False, True]
+
+
+def test_a_refinement_that_ends_while_it_is_looked_at_has_not_failed(
+    refining: Any, hold: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = create(refining)
+    client = refining.core.store._client
+    resolve, calls = client.resolve_handle, []
+
+    def early(tenant: str, handle: str) -> Any:
+        found = resolve(tenant, handle)
+        calls.append(handle)
+        if len(calls) == 1:  # read, and then the handle is led on
+            hold.set()
+            settled(refining)
+        return found
+
+    monkeypatch.setattr(client, "resolve_handle", early)
+    now = context(refining, made["id"])
+    assert (now["refinement"], now["policy"]) == ("done", WANTED)
+
+
+def test_contexts_that_ask_for_other_tiers_are_refined_to_these(
+    refining: Any, hold: threading.Event
+) -> None:
+    create(refining, "e" * 150)  # keeps the worker busy
+    low = create(refining, store_tier=0.2)
+    high = create(refining, store_tier=0.6, ttl="48h")
+    assert low["node_id"] == high["node_id"]
+    hold.set()
+    settled(refining)
+    found = [context(refining, made["id"]) for made in (low, high)]
+    assert [c["refinement"] for c in found] == ["done", "done"]
+    assert found[1]["tiers"][-1]["tier"] == "0.6"
+    assert refining.store.stat([found[1]["node_id"]])[0].ttl_ms > 47 * 3600 * 1000
+
+
+async def test_joined_work_keeps_its_aliases_and_its_longer_life() -> None:
+    one, two = (
+        Swap(
+            kind="fold",
+            old="a",
+            policy="p",
+            store_tier="1",
+            store=None,  # type: ignore[arg-type]
+            compute=None,  # type: ignore[arg-type]
+            handles=[Bound("t", f"h{ttl}", alias=f"alias{ttl}")],
+            ttl_ms=ttl,
+        )
+        for ttl in (1, 2)
+    )
+    one.join(two)
+    assert ([bound.alias for bound in one.handles], one.ttl_ms) == (["alias1", "alias2"], 2)
+
+
+def test_a_refinement_begins_after_its_turn(refining: Any) -> None:
+    before: list[int] = []
+    refining.workers.before_decode.append(
+        lambda: before.append(count(refining, "refine", "queued"))
+    )
+    extension(refining.chat([user(marked(DOC), "q")]))
+    assert (before, count(refining, "refine", "queued")) == ([0], 1)
+
+
+def test_a_fold_begins_well_before_a_chain_is_full() -> None:
+    assert MAX_FOLD_AFTER < MAX_CHAIN
+
+
+# ---------------------------------------------- what another version has stored
+
+
+def test_a_handle_under_a_policy_of_another_version_has_expired(gateway: Any) -> None:
+    made = create(gateway)
+    tenant = gateway.core.auth.tenant(None).digest
+    stored = gateway.store.resolve_handle(tenant, made["id"])
+    for i, policy in enumerate(("gone+uniform+plain:depth=3", "window+uniform+plain")):
+        meta = Metadata.decode(stored.metadata).model_copy(update={"policy": policy})
+        gateway.store.bind_handle(f"ctx_old{i}", tenant, made["node_id"], meta.encode())
+        answer = gateway.chat([user("q")], criticalkv={"context_id": f"ctx_old{i}"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "context_expired")
+    assert gateway.workers.decodes == []
+
+
+def test_a_stored_policy_of_another_version_is_a_miss() -> None:
+    strange = "gone+uniform+plain:depth=3"
+    assert is_context(strange)
+    assert not _is_wanted(strange, Want(policy=WANTED, store_tier="1", salt=""))
+    assert _is_wanted(WANTED, Want(policy=FIRST, store_tier="1", salt=""))
+
+
+@pytest.mark.parametrize("change", [{"format_version": 1}, {"policy": "gone+uniform+plain:x=1"}])
+def test_a_record_of_another_version_is_no_record(gateway: Any, change: dict[str, Any]) -> None:
+    model = gateway.core.model
+    identity = Identity(
+        **{
+            "model_digest": model.model_digest,
+            "tokenizer_digest": model.tokenizer_digest,
+            "dtype": model.dtype,
+            "policy": WANTED,
+            "salt": "0" * 64,
+            "tokens": tokens_digest([1]),
+        }
+    )
+    ours = gateway.core.planner._restorer._is_ours
+    record = TokenRecord.model_construct(identity=identity, token_ids=(1,), pending_ids=())
+    assert ours(record, identity.node_id)
+    other = identity.model_copy(update=change)
+    record = TokenRecord.model_construct(identity=other, token_ids=(1,), pending_ids=())
+    assert not ours(record, other.node_id)
+
+
+async def test_an_abandoned_background_prefill_says_nothing(caplog: Any) -> None:
+    begun = asyncio.Event()
+
+    class Failing:
+        async def prefill(self, _: Any) -> Any:
+            begun.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise ValueError("the secret")
+
+    prefiller = Prefiller(None, Failing(), Metrics())  # type: ignore[arg-type]
+    request = PrefillRequest(
+        node_id="1" * 64,
+        token_ids=(1,),
+        policy="dense",
+        store_tier="1",
+        salt="2" * 64,
+        background=True,
+    )
+    call = asyncio.create_task(prefiller._call(request))
+    await begun.wait()
+    call.cancel()
+    await asyncio.wait({call})
+    del call
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text
 
 
 # ------------------------------------------------------------------ folding
@@ -442,24 +716,32 @@ def extension_text(gateway: Any, messages: list[Message]) -> str:
 def test_a_conversation_that_went_on_keeps_its_chain(folding: Any, hold: threading.Event) -> None:
     made = create(folding)
     turns = talk(folding, 3, made["id"])
+    folding.core.store.leftovers._longest_s = 0.0
     until(lambda: len(folding.workers.prefills) == 2)
     folding.core.swapper._fold_after = 99  # the next turn asks for no other fold
     later = talk(folding, 1, turns[-1]["handle"])[0]
     hold.set()
     settled(folding)
     assert count(folding, "fold", "unused") == 1
+    folded = folding.workers.prefills[-1].node_id
+    until(lambda: folding.store.token_records([folded]) == [None])
+    # Nothing leads to it.
     for handle, parent in ((turns[-1], turns[-1]["node_id"]), (later, later["node_id"])):
         talk(folding, 1, handle["handle"])
         assert folding.workers.decodes[-1].parent == parent
 
 
-def test_a_later_turns_fold_replaces_an_earlier_one(folding: Any, hold: threading.Event) -> None:
-    turns = talk(folding, 5, create(folding)["id"])
-    until(lambda: count(folding, "fold", "dropped") == 2)
+def test_a_later_turns_fold_replaces_one_that_waits(folding: Any, hold: threading.Event) -> None:
+    """One that runs goes on: a conversation may always be faster than its folds."""
+    made = create(folding)
+    turns = talk(folding, 3, made["id"])
+    until(lambda: len(folding.workers.prefills) == 2)
+    turns += talk(folding, 2, turns[-1]["handle"])
     assert count(folding, "fold", "queued") == 3
+    assert (count(folding, "fold", "dropped"), folding.workers.cancelled_prefills) == (1, 0)
     hold.set()
     settled(folding)
-    assert count(folding, "fold", "done") == 1
+    assert (count(folding, "fold", "unused"), count(folding, "fold", "done")) == (1, 1)
     talk(folding, 1, turns[-1]["handle"])
     assert folding.workers.decodes[-1].parent == folding.workers.prefills[-1].node_id
 
@@ -488,11 +770,19 @@ def test_a_fold_without_records_gives_up(
 def test_a_turn_deleted_during_its_fold_leaves_no_folded_root(
     folding: Any, hold: threading.Event
 ) -> None:
+    folding.core.store.leftovers._longest_s = 0.0
     turns = talk(folding, 3, create(folding)["id"])
     until(lambda: len(folding.workers.prefills) == 2)
     delete(folding, turns[-1]["handle"])
     hold.set()
     settled(folding)
     folded = folding.workers.prefills[-1].node_id
-    assert folding.store.token_records([folded]) == [None]
+    until(lambda: folding.store.token_records([folded]) == [None])
     assert count(folding, "fold", "unused") == 1
+
+
+def test_only_the_first_choice_is_folded(folding: Any, hold: threading.Event) -> None:
+    hold.set()
+    turns = talk(folding, 2, create(folding)["id"])
+    folding.chat([user("q")], n=3, temperature=1.0, criticalkv={"context_id": turns[-1]["handle"]})
+    assert count(folding, "fold", "queued") == 1

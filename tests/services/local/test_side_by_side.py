@@ -14,6 +14,7 @@ from criticalkv.services.local.side_by_side import SideBySide, answer_logprobs, 
 from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.config import EvictionConfig
+from criticalkv.shared.errors import PolicyError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.model.loader import LoadedModel
 
@@ -46,6 +47,12 @@ def test_equals_the_published_node(model: LoadedModel, policy: str) -> None:
         assert torch.equal(a.positions, b.positions)
         assert torch.equal(a.keys, b.keys)
         assert torch.equal(a.values, b.values)
+
+
+def test_stepwise_policies_are_refused(model: LoadedModel) -> None:
+    """Their KV is another: later pieces see only what earlier ones left."""
+    with pytest.raises(PolicyError, match="a forward of its own"):
+        SideBySide(model, IDS).compress(Policy.parse("snapkv:interval=16,keep=0.5"), TIERS)
 
 
 def test_policies_do_not_disturb_one_another(model: LoadedModel) -> None:

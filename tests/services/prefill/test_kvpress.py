@@ -25,7 +25,8 @@ from criticalkv.services.local.engine import LocalNode
 from criticalkv.services.local.side_by_side import SideBySide
 from criticalkv.services.prefill.context_pass import ContextPass, LayerPass
 from criticalkv.services.prefill.kvpress_replay import KvpressReplayPass, Replay
-from criticalkv.services.prefill.sinks import SpooledLayer, own_scores
+from criticalkv.services.prefill.own_scores import own_scores
+from criticalkv.services.prefill.spooled_layer import SpooledLayer
 from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.chain import Chain

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -108,9 +109,36 @@ def stored(engine: PrefillEngine, wanted: PrefillRequest) -> bool:
     return wanted.node_id in engine._store._nodes
 
 
+def until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
 def full_bytes(model: LoadedModel, tokens: int) -> int:
     spec = model.spec
     return tokens * spec.num_layers * spec.num_kv_heads * 2 * spec.head_dim * 4
+
+
+@contextmanager
+def standing_back(engine: PrefillEngine) -> Iterator[threading.Event]:
+    """Yield an event that is set once a run has found others running, and looks again."""
+    waits, looks, stand_back = threading.Event(), [0], engine._priority.stand_back
+
+    def noting(check: Callable[[], None]) -> None:
+        def counted() -> None:
+            looks[0] += 1
+            if looks[0] > 1:
+                waits.set()
+            check()
+
+        looks[0] = 0
+        stand_back(counted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._priority, "stand_back", noting)
+        yield waits
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "default"])
@@ -123,8 +151,9 @@ def test_a_background_run_stands_back_while_another_runs(
     gates.reached(60, 1)
     first = pool.submit(engine.run, request(model, 40))
     gates.reached(40, 1)
-    gates.open(60, 1)
-    time.sleep(0.3)
+    with standing_back(engine) as waits:
+        gates.open(60, 1)
+        assert waits.wait(20)
     # Its layer 1 begins with a check, and waits there.
     assert gates.layers == [(60, 0), (40, 0)]
     gates.open(40, 1)
@@ -155,13 +184,14 @@ def test_a_run_that_stands_back_can_be_ended(
     wanted = request(
         model, 60, background=True, **({"deadline_s": 0.3} if how == "deadline" else {})
     )
-    late = pool.submit(engine.run, wanted, cancelled)
-    time.sleep(0.1)
-    assert not late.done()
-    if how == "cancel":
-        cancelled.set()
-    with pytest.raises(CancelledError if how == "cancel" else DeadlineError):
-        late.result(5)
+    with standing_back(engine) as waits:
+        late = pool.submit(engine.run, wanted, cancelled)
+        if how == "cancel":  # the deadline may come first
+            assert waits.wait(20)
+            assert not late.done()
+            cancelled.set()
+        with pytest.raises(CancelledError if how == "cancel" else DeadlineError):
+            late.result(20)
     assert not stored(engine, wanted)
     gates.open(40, 1)
     assert first.result(20).published
@@ -177,7 +207,7 @@ def test_memory_that_a_background_run_holds_is_given_to_others(
     late = pool.submit(engine.run, wanted)
     gates.reached(60, 1)
     first = pool.submit(engine.run, request(model, 40, "default"))
-    time.sleep(0.1)
+    until(lambda: engine._spool._claims == 1)
     assert not first.done()
     gates.open(60, 1)
     assert first.result(20).published
@@ -198,12 +228,14 @@ def test_a_run_that_already_stands_back_gives_its_memory_up(
     gates.reached(60, 1)
     streaming = pool.submit(engine.run, request(model, 30))  # needs no memory
     gates.reached(30, 1)
-    gates.open(60, 1)
-    time.sleep(0.2)
-    assert not late.done()
-    assert engine.run(request(model, 40, "default")).published
-    with pytest.raises(OverloadedError):
-        late.result(5)
+    with standing_back(engine) as waits:
+        gates.open(60, 1)
+        assert waits.wait(20)
+        assert engine._spool._lent > 0
+        assert engine.run(request(model, 40, "default")).published
+        with pytest.raises(OverloadedError):
+            late.result(20)
+    assert engine._spool._lent == 0
     gates.open(30, 1)
     assert streaming.result(20).published
 

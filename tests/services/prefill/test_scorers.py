@@ -69,6 +69,9 @@ POLICIES = (
     "self+model+relative:distance=8",
     "self+adakv+twostage:distance=8",
     "replay+model+relative:chunk=32,self_weight=0.5",
+    "replay+model+relative:chunk=32,share=0.25,echo_weight=0.5,echo_chunk=16",
+    "echo+model+relative:echo_chunk=16,self_weight=0.5",
+    "echo+adakv+twostage:echo_chunk=16,echo_reach=8",
 )
 
 
@@ -127,7 +130,7 @@ def forced_count(policy: Policy, n: int) -> int:
         return policy.window
     if policy.scorer in ("streaming", "expected"):
         return policy.sinks
-    if policy.scorer in ("self", "replay"):
+    if policy.scorer in ("self", "echo", "replay"):
         return min(n, policy.sinks + policy.recent)
     return policy.recent if policy.scorer == "tova" else 0
 
@@ -302,7 +305,7 @@ def test_self_weight_adds_the_relative_scores_of_self(
     for text in (
         "replay+model+relative",
         "self+model+relative",
-        "replay+model+relative:self_weight=0.5",
+        "replay+model+relative:self_weight=0.5,stride=1",
     ):
         engine.compress_tokens(IDS, policy=text)
     replayed, own_queries, both = seen

@@ -111,11 +111,11 @@ def test_a_lost_child_with_a_handle_counts(store, valkey, make_node, pair):
     old, new = pair
     child = make_node(parent=old)
     child.put(store)
-    store.bind_handle("resp_1", ALICE, child.node_id, b"")
+    store.bind_handle("resp_move", ALICE, child.node_id, b"")
     store.delete_node(child.node_id)
     valkey.zadd(keys.children(old.node_id), {child.node_id: 1.0})
     assert move(store, old, new) == HAS_CHILDREN
-    store.delete_handle(ALICE, "resp_1")
+    store.delete_handle(ALICE, "resp_move")
 
 
 def test_a_handle_on_a_third_node_stays(store, valkey, make_node, pair):
@@ -156,6 +156,69 @@ def test_the_pin_goes_over_with_the_last_handle(store, pair):
     assert [s.pinned for s in store.stat([old.node_id, new.node_id])] == [True, True]
     move(store, old, new, handle="ctx_2")
     assert [s.pinned for s in store.stat([old.node_id, new.node_id])] == [False, True]
+
+
+def test_a_pin_that_could_not_go_over_keeps_the_handle(store, pair):
+    old, new = pair
+    store.pin(ALICE, old.node_id)
+    store.delete_node(new.node_id)  # its record is left
+    with pytest.raises(NodeMissingError):
+        move(store, old, new)
+    assert store.resolve_handle(ALICE, "ctx_1").node_id == old.node_id
+    store.unpin(ALICE, old.node_id)
+    assert move(store, old, new) == MOVED
+
+
+def test_a_better_node_goes_with_the_old_one(store, valkey, make_node, pair):
+    old, better = pair
+    child = make_node(parent=better)
+    child.put(store)
+    assert store.link_better(old.node_id, better.node_id)
+    assert store.link_better(old.node_id, child.node_id)
+    assert valkey.pttl(keys.betters(old.node_id)) > 3_600_000
+    gone = store.delete_handle(ALICE, "ctx_1")
+    assert set(gone) == {old.node_id, better.node_id, child.node_id}
+    assert store.token_records([better.node_id, child.node_id]) == [None, None]
+    assert not valkey.exists(keys.betters(old.node_id))
+
+
+def test_a_better_node_goes_even_if_the_kv_is_lost_already(store, pair):
+    old, better = pair
+    store.link_better(old.node_id, better.node_id)
+    store.delete_node(old.node_id)
+    store.delete_node(better.node_id)
+    store.delete_handle(ALICE, "ctx_1")
+    assert store.token_records([old.node_id, better.node_id]) == [None, None]
+
+
+def test_a_better_node_that_is_in_use_stays(store, pair):
+    old, better = pair
+    store.link_better(old.node_id, better.node_id)
+    store.bind_handle("ctx_2", ALICE, better.node_id, b"")
+    assert store.delete_handle(ALICE, "ctx_1") == [old.node_id]
+    assert store.stat([better.node_id])[0].present
+
+
+def test_a_link_lives_as_long_as_the_node(store, valkey, pair):
+    old, better = pair
+    store.link_better(old.node_id, better.node_id)
+    name = keys.betters(old.node_id)
+    valkey.pexpire(name, 5000)
+    store.pin(ALICE, old.node_id)
+    assert valkey.pttl(name) == -1
+    store.unpin(ALICE, old.node_id)
+    assert valkey.pttl(name) > 3_600_000
+    valkey.pexpire(name, 5000)
+    store.touch(old.node_id, 1000)
+    assert valkey.pttl(name) > 3_600_000
+
+
+def test_nothing_is_linked_to_what_has_been_deleted(store, pair):
+    old, better = pair
+    store.delete_handle(ALICE, "ctx_1")
+    assert not store.link_better(old.node_id, better.node_id)
+    with pytest.raises(InvalidRequestError, match="same"):
+        store.link_better(better.node_id, better.node_id)
 
 
 def test_deleting_a_moved_handle_removes_both_nodes(store, pair):

@@ -195,6 +195,27 @@ def test_relative_is_the_share_of_the_output() -> None:
     torch.testing.assert_close(scores.needed("relative").sum(), torch.tensor(1.0))
 
 
+def far_options(self_weight: str) -> dict[str, int]:
+    return {"distance": 3, "stride": 1} if float(self_weight) else {}
+
+
+def test_both_weights_project_the_outputs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, seen = 13, []
+    layer = Layer(n, n, rotation=lambda p: tuple(x.expand(len(p), -1) for x in ROTATED)).context()
+    norms = ops.output_norms
+
+    def noting(out: Tensor, w_o: Tensor) -> Tensor:
+        seen.append(out.shape[1])
+        return norms(out, w_o)
+
+    monkeypatch.setattr(ops, "output_norms", noting)
+    first_pass_sumsq(replay_policy("relative", echo_weight=1, self_weight=1, stride=4), layer)
+    assert seen == [n]
+    seen.clear()
+    first_pass_sumsq(replay_policy("relative", self_weight=1, stride=4), layer)
+    assert seen == [4]
+
+
 ROTATED = (torch.linspace(0, 1, DIM), torch.linspace(1, 0, DIM))
 
 
@@ -208,8 +229,8 @@ def test_replay_adds_the_first_pass(of_echo: str, of_self: str, share: Fraction)
     for chunk in chunks:
         for name in ("keys", "values", "w_o", "prefix", "parent"):
             setattr(chunk, name, getattr(context, name))
-    weights = {"echo_weight": of_echo, "self_weight": of_self, "distance": 3, "stride": 1}
-    policy = replay_policy("relative", **weights)
+    weights = {"echo_weight": of_echo, "self_weight": of_self}
+    policy = replay_policy("relative", **weights, **far_options(of_self))
     scorer, first = fed(policy, chunks), first_pass_sumsq(policy, context.context())
     assert first is not None
     scorer.add_first_pass(1, first, share)

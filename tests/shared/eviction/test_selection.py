@@ -363,6 +363,42 @@ def test_floors_are_exact(share: str, count: int, floor: int) -> None:
     assert floors_of(Decimal(share), torch.tensor([[count]])).tolist() == [[floor]]
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    share=st.decimals(0, 1, places=30) | st.decimals(0, 1, places=4),
+    counts=st.lists(st.integers(0, 1 << 41), min_size=1, max_size=4),
+)
+def test_floors_of_any_size_are_exact(share: Decimal, counts: list[int]) -> None:
+    expected = [int(Fraction(share) * count) for count in counts]
+    assert floors_of(share, torch.tensor(counts)).tolist() == expected
+
+
+@pytest.mark.parametrize("share", ["0.2", "0.3333", "0.5"])
+def test_usual_floors_stay_on_the_device(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, expected = torch.arange(50), [int(Fraction(share) * c) for c in range(50)]
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "tolist", lambda _: pytest.fail("a copy to the host"))
+        floors = floors_of(Decimal(share), counts)
+    assert floors.tolist() == expected
+
+
+@pytest.mark.parametrize("allocator", ["headkv", "pyramidkv"])
+def test_forced_entries_are_counted_once(allocator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy("window", allocator, "plain", window=4)
+    layers = make_layers(1, 2, 3, 20, "none", window_mask(20, 0, 4))
+    plan, copies, tolist = Plan(layers, policy, whole_model(2, 3)), 0, Tensor.tolist
+
+    def counting(tensor: Tensor) -> object:
+        nonlocal copies
+        copies += 1
+        return tolist(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", counting)
+    for tier in TIERS:
+        plan.budgets(tier)
+    assert copies == 1
+
+
 def test_ties_go_to_the_lower_index() -> None:
     order = order_of(torch.tensor([[0.0, 1, -0.0, 1, 0]]))
     assert order.tolist() == [[1, 3, 0, 2, 4]]

@@ -78,6 +78,15 @@ def test_the_last_queries_are_there_and_some_may_be_taken_back(limit: int) -> No
             rows = rows[:, rows.shape[1] - min(kept, rows.shape[1]) :]
 
 
+def test_bytes_of_recent_queries_are_counted() -> None:
+    """What a layer holds is ancestors, survivors, the growing piece and the queries."""
+    policy = Policy.parse("window+uniform+plain:window=4,interval=8,keep=0.5")
+    layer = StepwiseLayer(policy, ragged((0, 0)), 0, torch.randn(16, 16), None)
+    queries, keys = torch.randn(4, 5, 4), torch.randn(2, 5, 4)
+    layer.attend(LayerCall(0, queries, keys, keys, 0.5, None))
+    assert layer.nbytes >= queries.nbytes + 2 * keys.nbytes
+
+
 def test_a_tail_grows_up_to_its_limit() -> None:
     tail, rows = Tail(100), torch.randn(2, 100, 3)
     for begin in range(0, 100, 5):

@@ -42,7 +42,8 @@ FACTOR = 1.25
 
 def policy_of(scorer: str, selector: str = "plain", **options: Any) -> Policy:
     """A policy with SETTINGS where its parts use them."""
-    used = used_parameters({"scorer": scorer, "allocator": "uniform", "selector": selector})
+    parts = {"scorer": scorer, "allocator": "uniform", "selector": selector}
+    used = used_parameters(parts | options)
     chosen = {k: v for k, v in {**SETTINGS, **options}.items() if k in used}
     text = ",".join(f"{key}={value}" for key, value in chosen.items())
     return Policy.parse(f"{scorer}+uniform+{selector}:{text}")
@@ -471,28 +472,101 @@ def test_blocks_do_not_matter(scorer: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(reference, "_block_elements", lambda _: 150)
     module = importlib.import_module("criticalkv.shared.eviction.scorers.expected")
     monkeypatch.setattr(module, "COLUMNS", 4)
+    monkeypatch.setattr(module, "QUERIES", 4)
     parts = score(policy, layer)
     torch.testing.assert_close(parts.attention, whole.attention, rtol=1e-5, atol=1e-8)
     assert parts.critical is not None
     torch.testing.assert_close(parts.critical, whole.critical, rtol=1e-5, atol=1e-8)
 
 
-def test_own_queries_never_make_a_square(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scorer", "columns"), [("self", 208), ("echo", 208 + 16)])
+def test_all_queries_never_make_a_square(
+    scorer: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All n queries are read, but no intermediate holds n × n attention weights."""
     seen: list[int] = []
-    rows = reference.attention_rows
+    rows = reference._every_column
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         for block in rows(*args, **kwargs):
             seen.append(block.probs.numel())
             yield block
 
-    monkeypatch.setattr(reference, "attention_rows", noting)
+    monkeypatch.setattr(reference, "_every_column", noting)
     monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 4096)
-    n = 200
-    score(policy_of("self", "relative"), Layer(n, n, parent=None, group=1))
-    assert sum(seen) == HEADS * n * n
+    n = 208
+    score(policy_of(scorer, "relative"), layer_of(n, None, group=1))
+    assert sum(seen) == HEADS * n * columns
     assert max(seen) <= 4096
+
+
+def test_coming_queries_are_read_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean and covariance never hold all queries in fp32."""
+    module = importlib.import_module("criticalkv.shared.eviction.scorers.expected")
+    seen: list[int] = []
+    turn_half = module.turn_half
+
+    def noting(x: Tensor) -> Tensor:
+        seen.append(x.shape[1])
+        return turn_half(x)
+
+    layer = layer_of(23)
+    whole = score(policy_of("expected"), layer).attention
+    monkeypatch.setattr(module, "turn_half", noting)
+    monkeypatch.setattr(module, "QUERIES", 5)
+    torch.testing.assert_close(score(policy_of("expected"), layer).attention, whole)
+    queries = [count for count in seen if count != DIM]  # the others turn the mean rotation
+    assert queries == 2 * [5, 5, 5, 5, 1]
+
+
+def test_all_chunks_turn_by_one_look_at_the_rotation() -> None:
+    asked: list[Tensor] = []
+
+    def noting(positions: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(positions)
+        return rotation(positions)
+
+    layer = replace(layer_of(55).context(), rotation=noting)
+    score(policy_of("echo"), layer)
+    assert [positions.tolist() for positions in asked] == [[55, 39, 23, 7]]
+
+
+@pytest.mark.parametrize("sinks", [0, 2, 20, 60])
+@pytest.mark.parametrize("reach", [1, 16, 30])
+def test_echo_sees_sinks_and_what_is_near(sinks: int, reach: int) -> None:
+    policy, layer = policy_of("echo", sinks=sinks, echo_reach=reach), layer_of(55)
+    close(score(policy, layer).attention, echo(policy, layer)[0])
+
+
+def test_echo_without_attention_has_none() -> None:
+    """Where nobody reads it, it is zeros and not some other sum."""
+    scores = score(policy_of("echo", "relative"), layer_of(18))
+    assert scores.attention.shape == (HEADS, 18)
+    assert scores.attention.eq(0).all()
+
+
+def in_dtype(layer: ContextLayer, dtype: torch.dtype) -> ContextLayer:
+    names = ("queries", "out", "keys", "values", "w_o", "prefix_keys")
+    tensors = {name: getattr(layer, name) for name in names}
+    return replace(layer, **{k: None if t is None else t.to(dtype) for k, t in tensors.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("scorer", ORACLES)
+def test_half_precision_is_scored_in_fp32(scorer: str, dtype: torch.dtype) -> None:
+    """Nothing is rounded again: scores are those of the same tensors in fp32."""
+    selectors = ["plain"] if scorer == "streaming" else ["plain", "twostage"]
+    layer = in_dtype(layer_of(23).context(), dtype)
+    exact = in_dtype(layer, torch.float32)
+    for selector in [*selectors, *(["relative"] if scorer in MAY_BE_RELATIVE else [])]:
+        policy = policy_of(scorer, selector)
+        half, full = score(policy, layer), score(policy, exact)
+        for name in ("attention", "critical", "relative"):
+            one, two = getattr(half, name), getattr(full, name)
+            assert (one is None) == (two is None)
+            if one is not None:
+                assert one.dtype == torch.float32
+                torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("scorer", ["knorm", "keydiff"])
@@ -572,6 +646,21 @@ def test_padding(scorer: str, padding: tuple[int, int], kept: int, group: int) -
                 together.critical[h, pad:], alone.critical[0], rtol=1e-5, atol=1e-8
             )
             assert together.critical[h, :pad].eq(0).all()
+
+
+@pytest.mark.parametrize("scorer", sorted(set(STEPWISE) - {"streaming", "tova"}))
+def test_eps_per_token_counts_the_head_s_own_entries(scorer: str) -> None:
+    """Padding is no entry: ε/n is what it would be for the head alone."""
+    policy = policy_of(scorer, "critical", eps="0.5", eps_per_token="true")
+    layer = stepwise(16, (3, 5))
+    together = score(policy, layer)
+    assert together.critical is not None
+    for h, pad in enumerate((3, 5)):
+        alone = score(policy, only_head(layer, h, pad))
+        assert alone.critical is not None
+        torch.testing.assert_close(
+            together.critical[h, pad:], alone.critical[0], rtol=1e-5, atol=1e-8
+        )
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (3, 0), (2, 5)], ids=str)

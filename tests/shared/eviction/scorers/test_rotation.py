@@ -57,7 +57,7 @@ def test_queries_before_rope(rope: str, first: int) -> None:
     cos, sin = layer.rotation(torch.tensor([5]))
     assert (float(cos.square().mean() + sin.square().mean()) > 1.01) == (rope == "yarn")
     policy = Policy.parse("expectedattention:sinks=2")
-    back = _before_rotation(policy, layer, layer.rotation)
+    back = torch.cat(list(_before_rotation(policy, layer, layer.rotation)), dim=1)
     torch.testing.assert_close(back, queries[:, 2:], rtol=1e-4, atol=1e-5)
 
 

@@ -1,0 +1,63 @@
+"""The shell around the engine: who waits for a place has its deadline, too."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from criticalkv.services.prefill.deployment import Prefill
+from criticalkv.shared.errors import DeadlineError
+from criticalkv.shared.requests import PrefillRequest
+
+
+class Engine:
+    """Runs until it is let go; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[PrefillRequest] = []
+        self.go = threading.Event()
+
+    def run(self, request: PrefillRequest, _: threading.Event) -> Any:
+        self.asked.append(request)
+        assert self.go.wait(60)
+        return request
+
+
+@pytest.fixture
+def replica() -> Prefill:
+    made = Prefill.__new__(Prefill)
+    made._engine = Engine()  # type: ignore[assignment]
+    made._threads = ThreadPoolExecutor(2)
+    made._foreground, made._background = asyncio.Semaphore(1), asyncio.Semaphore(1)
+    return made
+
+
+def asking(deadline_s: float) -> PrefillRequest:
+    return PrefillRequest(
+        node_id="1" * 64,
+        token_ids=(1,),
+        policy="dense",
+        store_tier="1",
+        salt="2" * 64,
+        deadline_s=deadline_s,
+    )
+
+
+async def test_the_wait_for_a_place_counts(replica: Prefill) -> None:
+    engine: Any = replica._engine
+    first = asyncio.create_task(replica.run(asking(60.0)))
+    while not engine.asked:
+        await asyncio.sleep(0.01)
+    late = asyncio.create_task(replica.run(asking(0.05)))
+    in_time = asyncio.create_task(replica.run(asking(60.0)))
+    await asyncio.sleep(0.2)
+    engine.go.set()
+    with pytest.raises(DeadlineError):
+        await late
+    await asyncio.gather(first, in_time)
+    assert len(engine.asked) == 2
+    assert engine.asked[1].deadline_s < 60.0 - 0.1
