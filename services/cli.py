@@ -193,6 +193,7 @@ def eviction(
         cases=cases,
         policies=policy or (),
         kvpress=kvpress,
+        so_far=lambda report: report.write(json),
     )
     report.write(json)
     for key, value in report.headline.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,6 @@ from criticalkv.services.evaluation.statistics import Estimate
 from criticalkv.shared.config import Config
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy
-from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.model.loader import load_model
 
 CONTEXT_TOKENS = 1500
@@ -93,6 +92,7 @@ def run(
     cases: int = 100,
     policies: Sequence[str] = (),
     kvpress: Path | None = None,
+    so_far: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Measure everything and return the report.
 
@@ -104,34 +104,54 @@ def run(
         cases: needle cases of the default policy; others see a quarter of them.
         policies: measure these, on every case, instead of the usual ones.
         kvpress: what `infra/scripts/kvpress_cases.py` wrote, to be shown beside.
+        so_far: called with the unfinished report after each case: it takes an hour.
     """
     report = Report("eviction", quick, dict.fromkeys(MEANING), MEANING)
     model = load_model(config.model, threads)
     always = {text: text for text in policies} or ABLATIONS
     others = {} if policies else OTHERS
+    every = {**always, **others}
     tokens, count = (400, 2) if quick else (CONTEXT_TOKENS, cases)
     needles = Needles(model.chat, data)
     report.details |= {"threads": threads, "haystack": needles.haystack, "tokens": tokens}
-    report.details["policies"] = {
-        name: Policy.parse(text).canonical() for name, text in {**always, **others}.items()
-    }
-    every = {**always, **others}
+    report.details["policies"] = {k: Policy.parse(v).canonical() for k, v in every.items()}
     closeness = Closeness(model, config.eviction)
     closeness.check(every.values())
     found = [_case(needles, i, tokens) for i in range(count)]
-    beside = _beside(kvpress, [case.name for case in found]) if kvpress else {}
-    summarized = {k: v for k, v in every.items() if k in (*SUMMARIZED, *policies)}
+    rows = list(news(model.chat, data, NEWS_TOKENS))[: 1 if quick else None]
+    table, summaries = Table(), Table()
+    table.cells |= _beside(kvpress, [case.name for case in found]) if kvpress else {}
+
+    def fill(*, complete: bool) -> None:
+        _fill(report, table, summaries, complete=complete)
+        so_far(report)
+
     with _progress() as progress:
-        costs = measure_cost(model, (512,) if quick else (1024, 2048, 4096), progress)
-        table = _needles(closeness, found, always, others, progress)
-        summaries = _summaries(closeness, model.chat, data, quick, summarized, progress)
-    table.cells |= beside
-    report.details["needles"] = table.estimates() | {"full": Estimate.of(table.full).as_json()}
-    report.details["summaries"] = summaries.estimates()
-    report.details["cost"] = costs
-    report.samples |= {"needles": table.cells, "full": table.full, "summaries": summaries.cells}
-    report.headline.update(_headline(table, summaries, costs))
+        report.details["cost"] = measure_cost(
+            model, (512,) if quick else (1024, 2048, 4096), progress
+        )
+        summarized = {k: v for k, v in every.items() if k in (*SUMMARIZED, *policies)}
+        for _, ids, question in progress.track(rows, description="summaries"):
+            length = 4 if quick else SUMMARY_TOKENS
+            closeness.of_continuation(ids, question, length, summarized, summaries)
+            fill(complete=False)
+        for i, case in enumerate(progress.track(found, description="needles")):
+            # Others see pairs of the first cases, so that both kinds are there.
+            closeness.of_case(case, every if i < max(2, count // 4) else always, table)
+            fill(complete=False)
+    fill(complete=True)
     return report
+
+
+def _fill(report: Report, table: Table, summaries: Table, *, complete: bool) -> None:
+    """Put what has been measured so far into the report."""
+    report.details["complete"] = complete
+    report.details["needles"] = table.estimates()
+    if table.full:
+        report.details["full"] = Estimate.of(table.full).as_json()
+    report.details["summaries"] = summaries.estimates()
+    report.samples |= {"needles": table.cells, "full": table.full, "summaries": summaries.cells}
+    report.headline.update(_headline(table, summaries, report.details["cost"]))
 
 
 def export(config: Config, path: Path, *, data: Path | None, cases: int) -> None:
@@ -166,36 +186,6 @@ def _mean_ratio(table: Table, policy: str, base: str) -> float | None:
     pairs = [(table.kl(policy, tier), table.kl(base, tier)) for tier in TIERS]
     ratios = [a / b for a, b in pairs if a is not None and b]
     return sum(ratios) / len(ratios) if len(ratios) == len(TIERS) else None
-
-
-def _needles(
-    closeness: Closeness,
-    cases: Sequence[Case],
-    always: dict[str, str],
-    others: dict[str, str],
-    progress: Progress,
-) -> Table:
-    table = Table()
-    for i, case in enumerate(progress.track(cases, description="needles")):
-        # Others see pairs of the first cases, so that both kinds are there.
-        named = {**always, **(others if i < max(2, len(cases) // 4) else {})}
-        closeness.of_case(case, named, table)
-    return table
-
-
-def _summaries(
-    closeness: Closeness,
-    chat: ChatTemplate,
-    data: Path | None,
-    quick: bool,
-    named: dict[str, str],
-    progress: Progress,
-) -> Table:
-    table = Table()
-    rows = list(news(chat, data, NEWS_TOKENS))[: 1 if quick else None]
-    for _, ids, question in progress.track(rows, description="summaries"):
-        closeness.of_continuation(ids, question, 4 if quick else SUMMARY_TOKENS, named, table)
-    return table
 
 
 def _beside(path: Path, names: Sequence[str]) -> dict[str, dict[str, list[tuple[float, float]]]]:

@@ -120,7 +120,7 @@ class Contexts:
         while True:
             await self._pin(tenant, node_id, keep=keep)
             now = (await self._core.resolve(tenant, handle)).node_id
-            if True:
+            if now == node_id:
                 return {"id": handle, "object": "context", "pinned": keep}
             # The handle was led to a better node meanwhile: the pin may not have gone with it.
             await self._unpin_last(tenant, handle, node_id)

@@ -23,7 +23,15 @@ def test_a_quick_run_fills_its_report(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "multi_news_50.jsonl").write_text(json.dumps(row))
     monkeypatch.setattr(prefill_cost, "ROUNDS", 1)
     config = Config(model=ModelConfig(path=str(tmp_path / "tiny")))
-    report = eviction.run(config, quick=True, threads=1, data=tmp_path)
+    complete: list[bool] = []
+    report = eviction.run(
+        config,
+        quick=True,
+        threads=1,
+        data=tmp_path,
+        so_far=lambda report: complete.append(report.details["complete"]),
+    )
+    assert complete == [False] * 3 + [True]  # a summary, two needle cases, the end
     report.write(tmp_path / "report.json")
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["quick"] is True
