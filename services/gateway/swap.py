@@ -116,7 +116,7 @@ class Swap:
         """Have what was computed removed, unless it is there for a context that still is."""
         try:
             if made.ids and (self.kind == "fold" or await self._deleted()):
-                for i in made.ids: await self.store.delete_unreferenced(i)
+                self.store.leftovers.add(made.ids)
         except CriticalKVError as error:
             log.warning("what was computed for %s stays: %s", self.old[:16], error.code)
 

@@ -23,7 +23,7 @@ from criticalkv.shared.cache.manifest import (
 )
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import CorruptNodeError
-from criticalkv.shared.identity import Identity, tokens_digest
+from criticalkv.shared.identity import FORMAT_VERSION, Identity, tokens_digest
 
 DIGEST = hashlib.sha256(b"x").hexdigest()
 IDS = tuple(range(20))
@@ -137,7 +137,7 @@ def test_large_tables_are_cut_into_parts():
         {"prefill_ms": 1e300},
         {"attempt": "short"},
         {"attempt": "AB" * 8},
-        {"identity": identity(format_version=2)},
+        {"identity": identity(format_version=FORMAT_VERSION + 1)},
         {"identity": identity(dtype="float8")},
         {"identity": identity(view=("0.40",))},
         {"identity": identity(view=("x",))},

@@ -784,5 +784,8 @@ def test_a_turn_deleted_during_its_fold_leaves_no_folded_root(
 def test_only_the_first_choice_is_folded(folding: Any, hold: threading.Event) -> None:
     hold.set()
     turns = talk(folding, 2, create(folding)["id"])
-    folding.chat([user("q")], n=3, temperature=1.0, criticalkv={"context_id": turns[-1]["handle"]})
+    folding.workers.say = lambda request: f"s{request.sampling.seed}"
+    asked = {"criticalkv": {"context_id": turns[-1]["handle"]}}
+    choices = folding.chat([user("q")], n=3, temperature=1.0, **asked).json()["choices"]
+    assert len({choice["criticalkv"]["node_id"] for choice in choices}) == 3
     assert count(folding, "fold", "queued") == 1
