@@ -5,7 +5,7 @@ import warnings
 
 from criticalkv.proto import cache_store_pb2 as criticalkv_dot_proto_dot_cache__store__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.81.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
