@@ -14,12 +14,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
+
+if TYPE_CHECKING:
+    from criticalkv.services.bench.report import Report
 
 app = typer.Typer(
     help="Compute a long context once, keep its critical KV entries, decode from them anywhere.",
@@ -149,8 +152,7 @@ def ttft(
     settings = load_config(_text(config), _given(model={"path": model}))
     report = benchmark.run(settings, quick=quick, threads=threads)
     report.write(json)
-    for key, value in report.headline.items():
-        typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
+    _print(report)
 
 
 @bench.command()
@@ -195,7 +197,10 @@ def eviction(
         kvpress=kvpress,
         so_far=lambda report: report.write(json),
     )
-    report.write(json)
+    _print(report)
+
+
+def _print(report: Report) -> None:
     for key, value in report.headline.items():
         typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
 

@@ -14,6 +14,7 @@ from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.cache.wire import pack_layer
 from criticalkv.shared.errors import NumericsError
+from criticalkv.shared.finite import is_finite
 from criticalkv.shared.identity import Identity
 from criticalkv.shared.node_store import NodeStore
 
@@ -82,7 +83,7 @@ class NodePublisher:
         Raises:
             NumericsError: if a key or value is not finite.
         """
-        if not (_finite(layer.keys) and _finite(layer.values)):
+        if not (is_finite(layer.keys) and is_finite(layer.values)):
             raise NumericsError(f"non-finite KV in layer {len(self._lens)}")
         for segment, payload in pack_layer(len(self._lens), layer, tier_lens):
             self._segments.append(segment)
@@ -169,9 +170,3 @@ def publish_cache(
             prefill_ms=prefill_ms,
             ttl_ms=ttl_ms,
         )
-
-
-def _finite(tensor: Tensor) -> bool:
-    # A sum is finite only if every term is (or opposite infinities give NaN); one pass,
-    # no temporary. fp16 sums may overflow, hence the float32 accumulator.
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float32)))

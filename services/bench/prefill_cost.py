@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 from criticalkv.services.bench.report import median
-from criticalkv.services.local.memory_store import MemoryStore
-from criticalkv.services.prefill.engine import PrefillEngine
-from criticalkv.shared.config import EvictionConfig, PrefillConfig
-from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.identity import Identity, tenant_salt, tokens_digest
+from criticalkv.services.local import LocalEngine
 from criticalkv.shared.malloc import trim_malloc
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.python_reference import python_reference
-from criticalkv.shared.requests import PrefillRequest, PrefillResult
+from criticalkv.shared.requests import PrefillResult
 
 POLICIES = (
     "snapkv",
@@ -64,27 +59,11 @@ def _summary(results: list[tuple[PrefillResult, float | None]]) -> dict[str, flo
 def _once(
     model: LoadedModel, ids: tuple[int, ...], policy: str
 ) -> tuple[PrefillResult, float | None]:
-    engine = PrefillEngine(model, MemoryStore(), PrefillConfig(), EvictionConfig())
-    spec, salt = model.spec, tenant_salt(secrets.token_hex(8))
-    canonical = Policy.parse(policy).canonical()
-    identity = Identity(
-        model_digest=spec.model_digest,
-        tokenizer_digest=spec.tokenizer_digest,
-        dtype=spec.dtype,
-        policy=canonical,
-        salt=salt,
-        tokens=tokens_digest(ids),
-    )
-    request = PrefillRequest(
-        node_id=identity.node_id,
-        token_ids=ids,
-        policy=canonical,
-        store_tier=STORE_TIER,
-        salt=salt,
-    )
-    before = _reset_peak()
-    result = engine.run(request)
-    after = _resident("VmHWM")
+    with LocalEngine(model) as engine:
+        before = _reset_peak()
+        result = engine.compress_tokens(ids, policy=policy, store_tier=STORE_TIER).prefill
+        after = _resident("VmHWM")
+    assert result is not None
     return result, None if before is None or after is None else (after - before) / 1024
 
 

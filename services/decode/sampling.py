@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from criticalkv.shared.errors import NumericsError
+from criticalkv.shared.finite import is_finite
 from criticalkv.shared.requests import Sampling
 
 
@@ -25,7 +26,7 @@ class Sampler:
         Raises:
             NumericsError: if the logits are not finite.
         """
-        if not bool(torch.isfinite(logits).all()):
+        if not is_finite(logits):
             raise NumericsError("the model produced non-finite logits")
         if self._sampling.temperature == 0:
             return int(logits.argmax())

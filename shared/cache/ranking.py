@@ -16,6 +16,7 @@ from criticalkv.shared.errors import NumericsError
 from criticalkv.shared.eviction.plan import Place, Plan
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scores import LayerScores
+from criticalkv.shared.finite import is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def build_layer(
     rows = first_row.repeat_interleave(lens) + indices
     kept_keys = keys.reshape(heads * n, dim)[rows]
     kept_values = values.reshape(heads * n, dim)[rows]
-    if not bool(torch.isfinite(kept_keys).all() & torch.isfinite(kept_values).all()):
+    if not (is_finite(kept_keys) and is_finite(kept_values)):
         raise NumericsError(f"keys or values of layer {layer} hold NaN or infinity")
     positions = (indices + first_position).to(torch.int32)
     return RaggedLayer(kept_keys, kept_values, positions, order.cu_seqlens)

@@ -57,7 +57,6 @@ PRESETS: dict[str, dict[str, Defaults]] = {
         "expected": {"offset": None},
         "replay": {"recent": 0, "chunk": 2048},
     },
-    "official": {},
 }
 """Defaults of a part where a preset has its own."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from criticalkv.kernels import ops
 from criticalkv.shared.errors import NumericsError
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.finite import is_finite
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def finite(score: Tensor, what: str) -> Tensor:
     Raises:
         NumericsError: if it holds NaN or infinity.
     """
-    if not bool(torch.isfinite(score).all()):
+    if not is_finite(score):
         raise NumericsError(f"{what} hold NaN or infinity")
     return score
 
