@@ -321,3 +321,70 @@ def ragged_attention(
         tail_positions=tail_positions,
         return_lse=return_lse,
     )
+
+
+def paged_attention(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    tables: Tensor,
+    fills: Tensor,
+    query_cu: Tensor,
+    *,
+    scaling: float,
+    causal: bool = True,
+    window: int | None = None,
+    position_pages: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to ragged heads in pages, several sequences at once.
+
+    Row (s, h) lists the pages of sequence s and KV head h; its entries are the first
+    `fills` slots of each page, in order. The T_s queries of a sequence own its last T_s
+    entries. T_s=2, a head with 6 entries in 3 pages of 3 slots, fills 3, 1, 2:
+
+        page 7    page 2    page 9
+        1 1 1     1 - -     1 0 -
+        1 1 1     1 - -     1 1 -
+
+    Args:
+        q: [num_q_heads, T, D], after RoPE; the sequences' queries one after another.
+        key_pages: [P, page_size, D], shared by all sequences, heads and layers.
+        value_pages: like key_pages.
+        tables: int32 [S, num_kv_heads, C], page of each place.
+        fills: int32 [S, num_kv_heads, C], slots in use; 0 = nothing there, the table's
+            entry is then not read.
+        query_cu: int32 [S + 1], cumulative queries from 0, on the CPU; none may be empty.
+        scaling: factor of the logits.
+        causal: False: the queries own no entry and see all of them, as after the last
+            token; a query of an empty head sees nothing, its output is 0, its lse −inf.
+        window: sliding window: a query at position p only sees positions > p − window.
+        position_pages: int32 [P, page_size], original positions; needed with a window.
+        query_positions: integers [T]; needed with a window.
+        return_lse: whether to return the log-sum-exp too.
+
+    Returns:
+        (out [num_q_heads, T, D] in q's dtype, lse fp32 [num_q_heads, T] or None); lse is
+        the natural log of Σ exp(scaling · q·k). Softmax and sums are fp32.
+    """
+    if q.shape[0] % tables.shape[1]:
+        raise ValueError(f"{q.shape[0]} query heads do not divide by {tables.shape[1]}")
+    if tables.shape != fills.shape or query_cu.numel() != tables.shape[0] + 1:
+        raise ValueError("tables, fills and query_cu are of different batches")
+    if window is not None and (position_pages is None or query_positions is None):
+        raise ValueError("a window needs position_pages and query_positions")
+    return reference.paged_attention(
+        q,
+        key_pages,
+        value_pages,
+        tables,
+        fills,
+        query_cu,
+        scaling=scaling,
+        causal=causal,
+        window=window,
+        position_pages=position_pages,
+        query_positions=query_positions,
+        return_lse=return_lse,
+    )

@@ -355,6 +355,70 @@ def ragged_attention(
     return out.view_as(q), lse.flatten(0, 1) if return_lse else None
 
 
+def paged_attention(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    tables: Tensor,
+    fills: Tensor,
+    query_cu: Tensor,
+    *,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+    position_pages: Tensor | None,
+    query_positions: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return (out [Hq, T, D], lse fp32 [Hq, T] or None): gather the pages, then as flat."""
+    heads, dim = tables.shape[1], q.shape[2]
+    outs, lses = [], []
+    for s, (begin, end) in enumerate(itertools.pairwise(query_cu.tolist())):
+        rows, lens = _page_rows(tables[s], fills[s], key_pages.shape[1])
+        own = end - begin if causal else 0
+        past, tail = _split_rows(rows, lens, own)
+        result = ragged_attention(
+            q[:, begin:end],
+            key_pages.flatten(0, 1)[past],
+            value_pages.flatten(0, 1)[past],
+            torch.tensor([0, *itertools.accumulate(n - own for n in lens)]),
+            key_pages.flatten(0, 1)[tail].view(heads, own, dim),
+            value_pages.flatten(0, 1)[tail].view(heads, own, dim),
+            scaling=scaling,
+            window=window,
+            prefix_positions=None if position_pages is None else position_pages.flatten()[past],
+            query_positions=None if query_positions is None else query_positions[begin:end],
+            tail_positions=query_positions[begin:end]
+            if query_positions is not None and own
+            else None
+            if query_positions is None
+            else query_positions[:0],
+            return_lse=return_lse,
+        )
+        outs.append(result[0])
+        lses.append(result[1])
+    return torch.cat(outs, 1), torch.cat(lses, 1) if return_lse else None  # type: ignore[arg-type]
+
+
+def _page_rows(tables: Tensor, fills: Tensor, page_size: int) -> tuple[Tensor, list[int]]:
+    """Return the flat slots of all heads' entries in order, and the heads' lengths."""
+    slots = torch.arange(page_size, device=tables.device)
+    used = slots < fills[..., None]
+    rows = tables[..., None].long() * page_size + slots
+    return rows[used], fills.sum(-1).tolist()
+
+
+def _split_rows(rows: Tensor, lens: list[int], own: int) -> tuple[Tensor, Tensor]:
+    """Cut off each head's last `own` entries."""
+    if any(n < own for n in lens):
+        raise ValueError(f"a head has fewer entries than the {own} queries own")
+    parts = rows.split(lens)
+    return (
+        torch.cat([part[: part.numel() - own] for part in parts]),
+        torch.cat([part[part.numel() - own :] for part in parts]),
+    )
+
+
 def _need(*positions: Tensor | None) -> list[Tensor]:
     """Return the positions that a sliding window compares, none missing."""
     given = [p for p in positions if p is not None]

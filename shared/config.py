@@ -229,8 +229,18 @@ class DecodeConfig(_Section):
     threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
     max_num_seqs: int = Field(default=16, ge=1, description="sequences decoded together")
     max_queued: int = Field(default=64, ge=1, description="more waiting requests get 429")
+    max_num_batched_tokens: int = Field(
+        default=512, ge=1, description="tokens of one step; longer questions run in pieces"
+    )
+    pool_mb: int = Field(
+        default=2048, ge=1, description="KV of running sequences and of kept nodes, MiB"
+    )
+    page_size: int = Field(default=64, ge=1, le=1024, description="KV entries per page")
     node_cache_mb: int = Field(
-        default=1024, ge=0, description="nodes kept beside running sequences, MiB"
+        default=1024, ge=0, description="of the pool, for nodes that nobody uses now, MiB"
+    )
+    prepack: bool = Field(
+        default=True, description="lay out weights for small batches (CPU, float32)"
     )
 
 

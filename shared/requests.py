@@ -94,6 +94,16 @@ class DecodeRequest(_Message):
     publish: bool = True
     ttl_ms: int = Field(default=0, ge=0)
     deadline_s: float = Field(default=600.0, gt=0)
+    tenant: str = Field(default="", description="whose share of a full replica it takes")
+    min_tier: str | None = Field(
+        default=None,
+        description="if the pool is full, nodes may be read down to this tier; None = never",
+    )
+    branch_seeds: tuple[int, ...] = Field(
+        default=(),
+        max_length=63,
+        description="one more choice per seed, from the same prompt, which runs once",
+    )
 
 
 class TokenLogprob(_Message):
@@ -106,21 +116,24 @@ class TokenLogprob(_Message):
 
 
 class DecodeStart(_Message):
-    """The chain is loaded; generation begins."""
+    """The chain is loaded, or begins to be; one for each choice."""
 
     type: Literal["start"] = "start"
+    choice: int = Field(default=0, description="0, then one for each of `branch_seeds`")
     replica: str
     bytes_pulled: int = Field(description="bytes that came from the store for this request")
     cached_tokens: int = Field(description="original tokens that needed no forward")
     tier: str = Field(description="lowest tier in the chain's view; '1' without ancestors")
     retained_fraction: float
-    store_ms: float
+    store_ms: float = Field(description="spent in the store before the first forward")
+    queue_ms: float = Field(default=0.0, description="waited for a slot and for room")
 
 
 class DecodeDelta(_Message):
     """New text. May be empty while characters or stop strings are incomplete."""
 
     type: Literal["delta"] = "delta"
+    choice: int = 0
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -130,6 +143,7 @@ class DecodeEnd(_Message):
     """The turn is over, and published unless `publish_error` says why not."""
 
     type: Literal["end"] = "end"
+    choice: int = 0
     finish_reason: Literal["stop", "length", "cancelled"]
     prompt_tokens: int
     completion_tokens: int
@@ -138,4 +152,8 @@ class DecodeEnd(_Message):
     view: tuple[str, ...] = ()
     stored_bytes: int = 0
     publish_error: str | None = None
-    decode_ms: float = 0.0
+    decode_ms: float = Field(default=0.0, description="submission to the end")
+    question_ms: float = Field(default=0.0, description="first forward to first token's logits")
+    batch_size: float = Field(default=0.0, description="sequences per step, mean over its steps")
+    pool_used: float = Field(default=0.0, description="bytes in use ÷ pool, at the end")
+    preemptions: int = Field(default=0, description="times it made room for others")

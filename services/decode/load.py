@@ -1,0 +1,30 @@
+"""What a decode replica tells about its load; routing and autoscaling read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    """Load of one replica at one moment.
+
+    Attributes:
+        pool_bytes: size of the KV pool.
+        used_bytes: of it, pages that running sequences refer to.
+        kept_bytes: of it, nodes that nobody uses now; they go when room is needed.
+        queued_bytes: KV that waiting requests need and do not have.
+        waiting: requests that wait for a slot or for room.
+        waiting_tokens: prompt tokens not yet run, of waiting and of running requests.
+        running: sequences in the batch.
+        tokens_per_s: generated, over the last seconds.
+    """
+
+    pool_bytes: int
+    used_bytes: int
+    kept_bytes: int
+    queued_bytes: int
+    waiting: int
+    waiting_tokens: int
+    running: int
+    tokens_per_s: float
