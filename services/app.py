@@ -6,16 +6,28 @@ Turns configuration into deployment options. Knows nothing of how the parts work
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from criticalkv.services.cluster import TIMEOUT_MARGIN_S
 from criticalkv.services.decode.deployment import Decode
 from criticalkv.services.gateway.deployment import Gateway
 from criticalkv.services.loopback import on_loopback
 from criticalkv.services.prefill.deployment import Prefill
-from criticalkv.shared.config import Autoscaling, Config, load_config, placed
+from criticalkv.services.routing import ResidentRouter
+from criticalkv.services.scaling import DecodePolicy, PrefillPolicy
+from criticalkv.shared.config import (
+    Autoscaling,
+    Config,
+    DecodeConfig,
+    PrefillConfig,
+    load_config,
+    placed,
+)
 from criticalkv.shared.malloc import ENVIRONMENT as MALLOC
 
 APP_NAME = "criticalkv"
@@ -24,8 +36,9 @@ LIFECYCLE: dict[str, Any] = {
     "health_check_period_s": 5.0,
     "health_check_timeout_s": 30.0,
     "graceful_shutdown_wait_loop_s": 0.2,
-    "graceful_shutdown_timeout_s": 20.0,
 }
+ROUTING_STATS_PERIOD_S = 5.0
+LOOK_BACK_REPORTS = 3  # over which Serve takes the mean of what handles have queued
 
 
 def build(config: Config) -> Application:
@@ -49,6 +62,7 @@ def gateway_deployment(config: Config) -> Deployment:
     """Deploy the HTTP front once; it only moves requests and tokens."""
     gateway = config.gateway
     return _deployment(
+        config,
         # Without an argument the replica builds its app itself, after its constructor.
         serve.ingress()(on_loopback(Gateway)),
         "gateway",
@@ -65,12 +79,13 @@ def prefill_deployment(config: Config) -> Deployment:
     """Deploy prefill, scaled by its own settings."""
     prefill = config.prefill
     return _deployment(
+        config,
         on_loopback(Prefill),
         "prefill",
         max_ongoing_requests=prefill.max_ongoing + 1,  # one in the background
         max_queued_requests=prefill.max_queued,
         ray_actor_options=_actor(prefill.num_cpus, prefill.num_gpus, prefill.threads),
-        **_replicas(prefill.autoscaling),
+        **_replicas(prefill.autoscaling, _prefill_policy(prefill)),
     )
 
 
@@ -78,24 +93,66 @@ def decode_deployment(config: Config) -> Deployment:
     """Deploy decode, scaled by its own settings."""
     decode = config.decode
     return _deployment(
+        config,
         on_loopback(Decode),
         "decode",
         max_ongoing_requests=decode.max_num_seqs,
         max_queued_requests=decode.max_queued,
         ray_actor_options=_actor(decode.num_cpus, decode.num_gpus, decode.threads),
-        **_replicas(decode.autoscaling),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ResidentRouter,
+            request_router_kwargs={"slack": decode.routing_slack},
+            request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
+        ),
+        **_replicas(decode.autoscaling, _decode_policy(decode)),
     )
 
 
-def _deployment(replica: Any, name: str, **options: Any) -> Deployment:
-    made: Deployment = serve.deployment(name=name, **LIFECYCLE, **options)(replica)
+def _deployment(config: Config, replica: Any, name: str, **options: Any) -> Deployment:
+    # Serve kills a replica that still has requests after this time: none may be cut, so
+    # it is longer than any. What a stopping local cluster waits for is bounded there.
+    drain_s = config.gateway.request_timeout_s + TIMEOUT_MARGIN_S
+    made: Deployment = serve.deployment(
+        name=name, graceful_shutdown_timeout_s=drain_s, **LIFECYCLE, **options
+    )(replica)
     return made
 
 
-def _replicas(scaling: Autoscaling) -> dict[str, Any]:
+def _decode_policy(decode: DecodeConfig) -> AutoscalingPolicy:
+    scaling = decode.autoscaling
+    return _policy(
+        DecodePolicy,
+        target_kv_share=scaling.target_kv_share,
+        target_seq_share=scaling.target_seq_share,
+        target_waiting_tokens=scaling.target_waiting_tokens,
+        max_num_seqs=decode.max_num_seqs,
+    )
+
+
+def _prefill_policy(prefill: PrefillConfig) -> AutoscalingPolicy:
+    return _policy(PrefillPolicy, target_waiting_tokens=prefill.autoscaling.target_waiting_tokens)
+
+
+def _policy(kind: type[Any], **settings: float) -> AutoscalingPolicy:
+    return AutoscalingPolicy(policy_function=kind, policy_kwargs=settings)
+
+
+def _replicas(scaling: Autoscaling, policy: AutoscalingPolicy) -> dict[str, Any]:
     if scaling.min_replicas == scaling.max_replicas:
         return {"num_replicas": scaling.max_replicas}
-    return {"autoscaling_config": scaling.model_dump()}
+    with warnings.catch_warnings():
+        # The variables that are to replace `metrics_interval_s` have no effect yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        serves = AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            upscale_delay_s=scaling.upscale_delay_s,
+            downscale_delay_s=scaling.downscale_delay_s,
+            metrics_interval_s=scaling.report_interval_s,
+            look_back_period_s=LOOK_BACK_REPORTS * scaling.report_interval_s,
+            policy=policy,
+        )
+    return {"autoscaling_config": serves}
 
 
 def _actor(num_cpus: float, num_gpus: float, threads: int) -> dict[str, Any]:

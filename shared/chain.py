@@ -1,15 +1,9 @@
-"""A chain of nodes in memory: what a prefill child or a turn attends to.
-
-Pulls nodes from the store at a view and keeps a bounded number of them for reuse. The
-cache is an optimisation: every result is the same without it.
-"""
+"""A chain of nodes: what a prefill child or a turn attends to, and how it is read."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -18,10 +12,10 @@ import torch
 from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
 from criticalkv.shared.cache.wire import TORCH_DTYPE, LayerAssembler, cache_of
-from criticalkv.shared.errors import ContextLengthError, CorruptNodeError, NodeMissingError
+from criticalkv.shared.errors import ContextLengthError, NodeMissingError
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.spec import ModelSpec
-from criticalkv.shared.node_store import NodeStore
+from criticalkv.shared.node_store import NodeStore, Reader
 
 MAX_CHAIN = 512
 """Longest chain; its ids and view must fit into a manifest's header."""
@@ -109,58 +103,12 @@ def merge_layers(layers: Sequence[RaggedLayer]) -> RaggedLayer:
     )
 
 
-class NodeCache:
-    """Recently used nodes, at most `limit_bytes` of KV; least recently used go first."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._nodes: OrderedDict[NodeId, ChainNode] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of KV held."""
-        return self._bytes
-
-    def get(self, node_id: NodeId, tier: str) -> ChainNode | None:
-        """Return the node at exactly `tier`, if what is held includes it."""
-        with self._lock:
-            node = self._nodes.get(node_id)
-            if node is None or tier not in node.cache.tiers:
-                return None
-            self._nodes.move_to_end(node_id)
-        return ChainNode(node.manifest, node.cache.at_tier(tier))
-
-    def put(self, node: ChainNode) -> None:
-        """Keep a node, dropping others until it fits; a larger read replaces a smaller."""
-        node_id = node.manifest.node_id
-        with self._lock:
-            self._drop(node_id)
-            if node.cache.nbytes > self._limit:
-                return
-            self._nodes[node_id] = node
-            self._bytes += node.cache.nbytes
-            while self._bytes > self._limit:
-                self._drop(next(iter(self._nodes)))
-
-    def drop(self, node_id: NodeId) -> None:
-        """Forget a node."""
-        with self._lock:
-            self._drop(node_id)
-
-    def _drop(self, node_id: NodeId) -> None:
-        gone = self._nodes.pop(node_id, None)
-        self._bytes -= gone.cache.nbytes if gone else 0
-
-
 class ChainLoader:
     """Pulls chains for one model."""
 
-    def __init__(self, store: NodeStore, spec: ModelSpec, cache: NodeCache) -> None:
+    def __init__(self, store: NodeStore, spec: ModelSpec) -> None:
         self._store = store
         self._spec = spec
-        self._cache = cache
 
     def load(
         self,
@@ -195,73 +143,93 @@ class ChainLoader:
         for node_id, tier in zip(last.manifest.ancestors, view, strict=False):
             check()
             nodes.append(self._node(node_id, tier, salt, pulled))
-        if len(nodes) >= MAX_CHAIN:
-            raise ContextLengthError(
-                f"the conversation has {len(nodes) + 1} nodes, the limit is {MAX_CHAIN}; "
-                "send its messages as a new context"
-            )
         chain = Chain((*nodes, last), pulled[0], 1e3 * (time.perf_counter() - started))
-        if chain.next_position >= self._spec.max_positions:
-            raise ContextLengthError(
-                f"the context has {chain.next_position} tokens; the model's limit is "
-                f"{self._spec.max_positions}"
-            )
+        check_chain([node.manifest for node in chain.nodes], self._spec)
         return chain
 
-    def keep(self, manifest: Manifest, cache: RaggedCache) -> None:
-        """Remember a node that was just published here."""
-        self._cache.put(ChainNode(manifest, cache))
-
-    def forget(self, node_id: NodeId) -> None:
-        """Drop a node from the local cache."""
-        self._cache.drop(node_id)
-
     def _node(self, node_id: NodeId, tier: str, salt: str, pulled: list[int]) -> ChainNode:
-        node = self._cache.get(node_id, tier)
-        if node is None:
-            node = self._pull(node_id, tier, pulled)
-            self._cache.put(node)
-        self._check(node.manifest, salt)
+        node = self._pull(node_id, tier, pulled)
+        check_manifest(node.manifest, self._spec, salt)
         return node
 
     def _pull(self, node_id: NodeId, tier: str, pulled: list[int]) -> ChainNode:
-        try:
-            with self._store.open_get(node_id, tier=tier) as reader:
-                manifest = reader.manifest
-                if reader.tier != tier:
-                    raise NodeMissingError.of(
-                        node_id, f"tier {tier} is not stored, only {', '.join(manifest.tiers)}"
-                    )
-                layers: list[RaggedLayer] = []
-                assembler = None
-                for index, payload in reader:
-                    layer = manifest.segments[index].layer
-                    while len(layers) < layer:
-                        layers.append(_finish(assembler, manifest, len(layers), tier))
-                        assembler = None
-                    assembler = assembler or LayerAssembler(manifest, layer, tier)
-                    assembler.add(index, payload)
-                    pulled[0] += len(payload)
-                while len(layers) < manifest.num_layers:
-                    layers.append(_finish(assembler, manifest, len(layers), tier))
-                    assembler = None
-        except CorruptNodeError:
-            self._cache.drop(node_id)
-            raise
-        return ChainNode(manifest, cache_of(manifest, tier, layers))
+        with open_at(self._store, node_id, tier) as reader:
+            layers = []
+            for layer in read_layers(reader):
+                pulled[0] += layer.nbytes
+                layers.append(layer)
+            return ChainNode(reader.manifest, cache_of(reader.manifest, tier, layers))
 
-    def _check(self, manifest: Manifest, salt: str) -> None:
-        spec, identity = self._spec, manifest.identity
-        ours = (spec.model_digest, spec.tokenizer_digest, spec.dtype, salt)
-        theirs = (
-            identity.model_digest,
-            identity.tokenizer_digest,
-            identity.dtype,
-            identity.salt,
+
+def open_at(
+    store: NodeStore,
+    node_id: NodeId,
+    tier: str,
+    layers: range | None = None,
+    timeout_s: float | None = None,
+) -> Reader:
+    """Start to read a node at exactly `tier`; an empty range reads the manifest only.
+
+    Raises:
+        NodeMissingError: if the node, or this tier of it, is not stored.
+    """
+    reader = store.open_get(node_id, tier=tier, layers=layers, timeout_s=timeout_s)
+    if reader.tier == tier:
+        return reader
+    with reader:
+        stored = ", ".join(reader.manifest.tiers)
+        raise NodeMissingError.of(node_id, f"tier {tier} is not stored, only {stored}")
+
+
+def read_layers(reader: Reader) -> Iterator[RaggedLayer]:
+    """Yield a read's layers as they become complete, on the CPU.
+
+    Raises:
+        CorruptNodeError, NodeMissingError: as the reader and LayerAssembler do.
+    """
+    manifest, assembler, done = reader.manifest, None, 0
+    for index, payload in reader:
+        layer = manifest.segments[index].layer
+        while done < layer:
+            yield _finish(assembler, manifest, done, reader.tier)
+            assembler, done = None, done + 1
+        assembler = assembler or LayerAssembler(manifest, layer, reader.tier)
+        assembler.add(index, payload)
+    while done < manifest.num_layers:
+        yield _finish(assembler, manifest, done, reader.tier)
+        assembler, done = None, done + 1
+
+
+def check_manifest(manifest: Manifest, spec: ModelSpec, salt: str) -> None:
+    """Refuse a node of another model or tenant.
+
+    Raises:
+        NodeMissingError: it is as if it were not there.
+    """
+    identity = manifest.identity
+    ours = (spec.model_digest, spec.tokenizer_digest, spec.dtype, salt)
+    theirs = (identity.model_digest, identity.tokenizer_digest, identity.dtype, identity.salt)
+    shape = (manifest.num_layers, manifest.num_kv_heads, manifest.head_dim)
+    if ours != theirs or shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
+        raise NodeMissingError.of(manifest.node_id, "it belongs to another model or tenant")
+
+
+def check_chain(manifests: Sequence[Manifest], spec: ModelSpec) -> None:
+    """Refuse a chain to which nothing can be added.
+
+    Raises:
+        ContextLengthError: if it has too many nodes, or all of the model's positions.
+    """
+    if len(manifests) > MAX_CHAIN:
+        raise ContextLengthError(
+            f"the conversation has {len(manifests)} nodes, the limit is {MAX_CHAIN}; "
+            "send its messages as a new context"
         )
-        shape = (manifest.num_layers, manifest.num_kv_heads, manifest.head_dim)
-        if ours != theirs or shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
-            raise NodeMissingError.of(manifest.node_id, "it belongs to another model or tenant")
+    if manifests[-1].next_position >= spec.max_positions:
+        raise ContextLengthError(
+            f"the context has {manifests[-1].next_position} tokens; the model's limit is "
+            f"{spec.max_positions}"
+        )
 
 
 def _finish(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from platformdirs import user_cache_dir, user_data_dir
@@ -186,23 +186,47 @@ class Autoscaling(_Section):
 
     min_replicas: int = Field(default=1, ge=0, description="never fewer")
     max_replicas: int = Field(default=1, ge=1, description="never more")
-    target_ongoing_requests: float = Field(
-        default=2.0, gt=0, description="requests per replica that scaling aims at"
-    )
     upscale_delay_s: float = Field(default=5.0, ge=0, description="overload this long before up")
     downscale_delay_s: float = Field(default=60.0, ge=0, description="idle this long before down")
+    report_interval_s: float = Field(
+        default=2.0, gt=0, description="how often replicas and handles tell their load"
+    )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Autoscaling:
+    def _ordered(self) -> Self:
         if self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas must not exceed max_replicas")
         return self
 
 
+class PrefillAutoscaling(Autoscaling):
+    """Prefill scales on prompt tokens that wait."""
+
+    target_waiting_tokens: int = Field(
+        default=8192, ge=1, description="prompt tokens accepted or queued, per replica"
+    )
+
+
+class DecodeAutoscaling(Autoscaling):
+    """Decode scales on the scarcest of KV room, places in the batch and tokens to run."""
+
+    min_replicas: int = Field(default=2, ge=0, description="never fewer")
+    max_replicas: int = Field(default=2, ge=1, description="never more")
+    target_kv_share: float = Field(
+        default=0.8, gt=0, le=1, description="of the pool, for running and waiting sequences"
+    )
+    target_seq_share: float = Field(
+        default=0.8, gt=0, le=1, description="of max_num_seqs, running and waiting"
+    )
+    target_waiting_tokens: int = Field(
+        default=4096, ge=1, description="prompt tokens not yet run, per replica"
+    )
+
+
 class PrefillConfig(_Section):
     """The prefill deployment."""
 
-    autoscaling: Autoscaling = Autoscaling()
+    autoscaling: PrefillAutoscaling = PrefillAutoscaling()
     num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs per replica")
     num_gpus: float = Field(
         default=0.0, ge=0, le=1, description="Ray GPUs per replica; one at most"
@@ -221,7 +245,7 @@ class PrefillConfig(_Section):
 class DecodeConfig(_Section):
     """The decode deployment."""
 
-    autoscaling: Autoscaling = Autoscaling(min_replicas=2, max_replicas=2)
+    autoscaling: DecodeAutoscaling = DecodeAutoscaling()
     num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs per replica")
     num_gpus: float = Field(
         default=0.0, ge=0, le=1, description="Ray GPUs per replica; one at most"
@@ -241,6 +265,12 @@ class DecodeConfig(_Section):
     )
     prepack: bool = Field(
         default=True, description="lay out weights for small batches (CPU, float32)"
+    )
+    routing_slack: int = Field(
+        default=4,
+        ge=0,
+        description="a replica that holds a context gets its turns while it has at most this "
+        "many more than the least loaded one",
     )
 
 

@@ -57,6 +57,12 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class PoolLimitError(InvalidRequestError):
+    """The KV that a turn needs would not fit an empty decode pool."""
+
+    code = "kv_pool_exceeded"
+
+
 class UnsupportedFieldError(InvalidRequestError):
     """A known OpenAI field that this server does not implement."""
 

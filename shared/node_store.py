@@ -106,7 +106,7 @@ class NodeStore(Protocol):
         layers: range | None = None,
         timeout_s: float | None = None,
     ) -> Reader:
-        """Start to read a node.
+        """Start to read a node; an empty range of layers reads the manifest only.
 
         Raises:
             NodeMissingError: if it is absent or unusable.

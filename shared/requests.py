@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from criticalkv.shared.identity import HEX64, POLICY_DENSE
 
+MAX_ANCESTORS_HINT = 16
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,6 +100,12 @@ class DecodeRequest(_Message):
     min_tier: str | None = Field(
         default=None,
         description="if the pool is full, nodes may be read down to this tier; None = never",
+    )
+    ancestors_hint: tuple[str, ...] = Field(
+        default=(),
+        max_length=MAX_ANCESTORS_HINT,
+        description="ancestors of `parent`, root first, of a long chain only some: routing "
+        "prefers who holds them",
     )
     branch_seeds: tuple[int, ...] = Field(
         default=(),

@@ -252,7 +252,7 @@ class StoreClient:
         Args:
             node_id: the node's content address.
             tier: highest tier wanted; None = the highest stored.
-            layers: only these, a range with step 1; None = all.
+            layers: only these, a range with step 1; empty = the manifest only; None = all.
             byte_limit: highest tier whose bytes, of all layers, fit; None = no limit.
             timeout_s: deadline of the whole read; None = 30 s.
 
@@ -261,6 +261,8 @@ class StoreClient:
             CorruptNodeError: if the manifest is damaged or of another node; it has
                 then been dropped from the store.
         """
+        if layers is not None and not layers:
+            layers = range(1, 1)  # on the wire an end of 0 means all layers
         request = pb.GetNodeRequest(
             node_id=node_id,
             tier=tier or "",

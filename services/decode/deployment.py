@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.shared.config import Config
@@ -14,6 +15,7 @@ from criticalkv.shared.store_client import StoreClient
 from criticalkv.shared.telemetry import replica_name
 
 Event = DecodeStart | DecodeDelta | DecodeEnd
+RESIDENT_IDS = 512  # nodes told to routing: 32 KiB for each handle
 
 
 class Decode:
@@ -34,16 +36,26 @@ class Decode:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         sequence = self._engine.submit(request, emit)
+        running = 1 + len(request.branch_seeds)
         try:
             while True:
                 event = await asyncio.wait_for(events.get(), request.deadline_s + 30)
                 if isinstance(event, CriticalKVError):
                     raise event
                 yield event
-                if isinstance(event, DecodeEnd):
+                running -= isinstance(event, DecodeEnd)
+                if not running:
                     return
         finally:
             sequence.cancelled.set()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve this replica's load; `services.scaling` reads it."""
+        return asdict(self._engine.load())
+
+    async def record_routing_stats(self) -> dict[str, list[str]]:
+        """Tell Serve which nodes are here; `services.routing` reads it."""
+        return {"nodes": list(self._engine.resident_ids(RESIDENT_IDS))}
 
     def check_health(self) -> None:
         """Raise if the step thread has died, so that Serve replaces the replica."""

@@ -1,28 +1,37 @@
-"""The decode engine: many turns at once, one flattened forward per step.
+"""The decode engine: continuous batching over ragged nodes in one pool of pages.
 
-Plain Python and threads; knows no Ray and no HTTP. One thread steps the model. Pulling
-chains and publishing turns happen in a small pool beside it, so that neither delays the
-next token of another sequence.
+Plain Python and threads; knows no Ray and no HTTP. One thread admits, steps the model and
+makes room; it never waits for the store while others can run. Measuring and pulling
+chains, and publishing turns, happen in small pools beside it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import queue
-import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from criticalkv.services.decode.pool import KVPool, MergedKVPool
+from criticalkv.services.decode.batch import BatchPlan, Member
+from criticalkv.services.decode.load import DecodeLoad
+from criticalkv.services.decode.opening import ChainOpener, MeasuredChain, OpenedChain
+from criticalkv.services.decode.pages import Pages
+from criticalkv.services.decode.publication import Publication
+from criticalkv.services.decode.resident import Residents, copied_chain
+from criticalkv.services.decode.sampling import choose, top_logprobs
+from criticalkv.services.decode.scheduler import WaitingLine, victim
 from criticalkv.services.decode.sequence import Emit, Sequence
-from criticalkv.shared.cache.ragged import RaggedCache
-from criticalkv.shared.chain import Chain, ChainLoader, NodeCache
+from criticalkv.services.decode.stepwise_kv import StepwiseKV
+from criticalkv.services.decode.turn_kv import TurnKV
 from criticalkv.shared.config import DecodeConfig
 from criticalkv.shared.errors import (
     CancelledError,
@@ -30,13 +39,13 @@ from criticalkv.shared.errors import (
     CriticalKVError,
     DeadlineError,
     OverloadedError,
+    PoolLimitError,
 )
 from criticalkv.shared.eviction.policy import parse_turn_policy
-from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
-from criticalkv.shared.model.attention import LayerCall, forward
+from criticalkv.shared.identity import NodeId
+from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.node_store import NodeStore
-from criticalkv.shared.publish import publish_cache
 from criticalkv.shared.requests import (
     DecodeDelta,
     DecodeEnd,
@@ -48,26 +57,15 @@ from criticalkv.shared.requests import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-IO_THREADS = 4  # to pull chains; as many again to publish turns
+IO_THREADS = 4  # to measure and pull chains; as many again to publish turns
 IDLE_WAIT_S = 0.05
+STALLED_WAIT_S = 0.005  # between tries when no running sequence has room
 PUBLISH_TIMEOUT_S = 30.0
 MAX_FAILED_STEPS = 3  # in a row; then the replica asks to be replaced
+RATE_WINDOW_S = 10.0  # over which tokens per second are counted
 
-
-class BatchPlan:
-    """Attention of one flattened step: each sequence sees its own KV only."""
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self._sequences = sequences
-        self._counts = [len(s.next_tokens) for s in sequences]
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """See AttentionPlan."""
-        outs = []
-        for sequence, own in zip(self._sequences, call.split(self._counts), strict=True):
-            assert sequence.kv is not None
-            outs.append(sequence.kv.attend(own))
-        return torch.cat(outs, dim=1)
+Event = DecodeStart | DecodeDelta | DecodeEnd
+Message = Callable[[], None]
 
 
 class DecodeEngine:
@@ -76,41 +74,62 @@ class DecodeEngine:
     def __init__(
         self, model: LoadedModel, store: NodeStore, config: DecodeConfig, replica: str = "local"
     ) -> None:
+        spec = model.spec
         self._model = model
-        self._store = store
         self._config = config
         self._replica = replica
-        self._loader = ChainLoader(store, model.spec, NodeCache(config.node_cache_mb << 20))
-        self._pool: KVPool = MergedKVPool(model)
+        self._heads = (spec.num_layers, spec.num_kv_heads)
+        self._pages = Pages(spec, model.device, config.pool_mb << 20, config.page_size)
+        self._residents = Residents(self._pages, config.node_cache_mb << 20)
+        self._opener = ChainOpener(store, spec, self._pages, self._residents)
+        self._publication = Publication(
+            store, spec, self._pages, self._residents, PUBLISH_TIMEOUT_S
+        )
         self._lock = threading.Lock()
-        self._ready: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
-        self._running: list[Sequence] = []
         self._live: set[Sequence] = set()
-        # Only sequences with a slot hold KV of their own.
-        self._slots = threading.Semaphore(config.max_num_seqs)
+        self._arrivals = itertools.count()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # These four belong to the step thread.
+        self._waiting: WaitingLine[Sequence] = WaitingLine()
+        self._opening: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._generated: deque[tuple[float, int]] = deque()
+        self._load = DecodeLoad(self._pool_bytes, 0, 0, 0, 0, 0, 0, 0.0)
         self._failed_steps = 0
         self._closed = threading.Event()
         # Apart, so that hanging publications never keep a new request waiting.
-        self._opening = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-open")
-        self._closing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-publish")
+        self._reading = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-open")
+        self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-publish")
         self._thread = threading.Thread(target=self._loop, name="decode-step", daemon=True)
         self._thread.start()
 
     @property
     def in_flight(self) -> int:
-        """Requests accepted and not yet ended."""
+        """Choices accepted and not yet ended."""
         return len(self._live)
 
     @property
-    def running(self) -> int:
-        """Sequences in the present batch."""
-        return len(self._running)
+    def pages(self) -> Pages:
+        """The pool's memory."""
+        return self._pages
+
+    def load(self) -> DecodeLoad:
+        """Return the load as the last step left it."""
+        return self._load
+
+    def resident_ids(self, limit: int) -> tuple[NodeId, ...]:
+        """Return at most `limit` nodes that are in the pool, most recently used first."""
+        return self._residents.ids(limit)
+
+    def drop_unused(self) -> None:
+        """Forget every node that nobody uses now."""
+        self._residents.make_room(self._pages.total)
 
     def submit(self, request: DecodeRequest, emit: Emit) -> Sequence:
         """Start a request; events go to `emit`, from other threads.
 
-        The last event is a DecodeEnd or an error. Set the returned sequence's
-        `cancelled` event to stop early: it ends within one step.
+        Every choice ends with a DecodeEnd, or the whole request with one error. Set the
+        returned sequence's `cancelled` event to stop early: it ends within one step.
 
         Raises:
             OverloadedError: if too many requests are in flight.
@@ -124,29 +143,28 @@ class DecodeEngine:
                     f"decode replica has {limit} requests in flight", retry_after_s=1.0
                 )
             deadline = time.monotonic() + request.deadline_s
-            sequence = Sequence(request, emit, self._model, deadline, policy)
+            arrival = next(self._arrivals)
+            sequence = Sequence(request, emit, self._model, deadline, arrival, policy)
             self._live.add(sequence)
-        self._opening.submit(self._guarded, sequence, self._open)
+        self._reading.submit(self._guarded, sequence, lambda: self._measure(sequence))
         return sequence
 
-    def generate(self, request: DecodeRequest) -> Iterator[DecodeStart | DecodeDelta | DecodeEnd]:
+    def generate(self, request: DecodeRequest) -> Iterator[Event]:
         """Run one request; leaving the iterator early cancels it.
 
         Raises:
             CriticalKVError: whatever ended the request.
         """
-        events: queue.SimpleQueue[DecodeStart | DecodeDelta | DecodeEnd | CriticalKVError] = (
-            queue.SimpleQueue()
-        )
+        events: queue.SimpleQueue[Event | CriticalKVError] = queue.SimpleQueue()
         sequence = self.submit(request, events.put)
+        unfinished = 1 + len(request.branch_seeds)
         try:
-            while True:
+            while unfinished:
                 event = _next(events, request.deadline_s + PUBLISH_TIMEOUT_S)
                 if isinstance(event, CriticalKVError):
                     raise event
                 yield event
-                if isinstance(event, DecodeEnd):
-                    return
+                unfinished -= isinstance(event, DecodeEnd)
         finally:
             sequence.cancelled.set()
 
@@ -176,65 +194,27 @@ class DecodeEngine:
     def close(self) -> None:
         """Stop. Running turns end as cancelled, waiting ones with an error."""
         self._closed.set()
-        self._ready.put(None)
+        self._inbox.put(lambda: None)
         self._thread.join(timeout=PUBLISH_TIMEOUT_S)
-        self._opening.shutdown(wait=True, cancel_futures=True)
-        self._closing.shutdown(wait=True)
+        self._reading.shutdown(wait=True, cancel_futures=True)
+        self._writing.shutdown(wait=True)
         for sequence in list(self._live):
             self._fail(sequence, CancelledError("the decode worker is stopping"))
+        self._drain(block_s=0.0)  # what jobs said last gives their pages back
 
     # -- beside the step thread ------------------------------------------------
 
-    def _open(self, sequence: Sequence) -> None:
-        request = sequence.request
-        sequence.chain = self._loader.load(
-            request.parent,
-            request.salt,
-            view=request.view,
-            check=lambda: self._check_alive(sequence),
+    def _measure(self, sequence: Sequence) -> None:
+        """Find out what a request reads, and refuse what can never run."""
+        started, request = time.perf_counter(), sequence.request
+        chain = self._opener.measure(
+            request.parent, request.salt, request.view, lambda: self._check_alive(sequence)
         )
+        sequence.chain = chain
         self._check_length(sequence)
-        self._take_slot(sequence)
-        kv = self._pool.open(sequence.chain, sequence.policy)
-        with self._lock:
-            sequence.kv = kv if sequence in self._live else None
-        if sequence.kv is None:
-            self._pool.close(kv)
-            return
-        chain = sequence.chain
-        sequence.emit(
-            DecodeStart(
-                replica=self._replica,
-                bytes_pulled=chain.bytes_pulled,
-                cached_tokens=chain.next_position,
-                tier=chain.lowest_tier,
-                retained_fraction=chain.retained_fraction,
-                store_ms=chain.store_ms,
-            )
-        )
-        self._ready.put(sequence)
-
-    def _take_slot(self, sequence: Sequence) -> None:
-        while not self._slots.acquire(timeout=IDLE_WAIT_S):
-            self._check_alive(sequence)
-        with self._lock:
-            sequence.has_slot = sequence in self._live
-        if not sequence.has_slot:  # it was given up meanwhile
-            self._slots.release()
-            raise CancelledError("the request was cancelled")
-        self._check_alive(sequence)
-
-    def _check_alive(self, sequence: Sequence) -> None:
-        if sequence.cancelled.is_set():
-            raise CancelledError("the request was cancelled")
-        self._check_open(sequence)
-
-    def _check_open(self, sequence: Sequence) -> None:
-        """Unlike `_check_alive` for what is done with cancelled turns, too."""
-        if self._closed.is_set():
-            raise CancelledError("the decode worker is stopping")
-        if time.monotonic() > sequence.deadline:
-            raise DeadlineError("the request's deadline has passed")
+        self._check_size(sequence)
+        sequence.spent.store_s = time.perf_counter() - started
+        self._inbox.put(lambda: self._wait(sequence))
 
     def _check_length(self, sequence: Sequence) -> None:
         request, limit = sequence.request, self._model.spec.max_positions
@@ -246,74 +226,126 @@ class DecodeEngine:
                 param="max_tokens",
             )
 
+    def _check_size(self, sequence: Sequence) -> None:
+        # A sequence that fits an empty pool ends some day: all others can make room.
+        request = sequence.request
+        own = self._own_pages(sequence, len(request.token_ids) + request.sampling.max_tokens)
+        chain = sequence.chain
+        lowest = chain if request.min_tier is None else chain.lowered(request.min_tier)
+        needed = self._opener.pages_at_least(lowest) + own
+        if needed > self._pages.total:
+            raise PoolLimitError(
+                f"context and turn need {self._mib(needed)} MiB of KV; the decode pool has "
+                f"{self._mib(self._pages.total)}: read the context at a lower tier, ask for fewer "
+                "max_tokens, or raise decode.pool_mb"
+            )
+
+    def _pull(self, sequence: Sequence, opened: OpenedChain) -> None:
+        """Bring what a sequence reads into the pool; it holds a slot meanwhile."""
+        started = time.perf_counter()
+        error: CriticalKVError | None = None
+
+        def check() -> None:
+            self._check_alive(sequence)
+
+        try:
+            # Others may wait for these nodes: they come even if this sequence is given up.
+            self._opener.pull(opened.to_pull, self._check_not_closed)
+            for view in opened.views:
+                view.node.wait_for(self._model.spec.num_layers - 1, check)
+            self._fill_own(sequence, opened, check)
+        except CriticalKVError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("a chain could not be opened")
+            error = CriticalKVError(f"decode failed: {type(failure).__name__}")
+        finally:
+            for node in opened.to_pull:
+                self._residents.leave(node)
+        sequence.spent.store_s += time.perf_counter() - started
+        self._inbox.put(lambda: self._opened(sequence, error))
+
+    def _fill_own(self, sequence: Sequence, opened: OpenedChain, check: Callable[[], None]) -> None:
+        """Bring back what was swapped out, or copy the chain for a stepwise turn."""
+        kv = sequence.kv
+        if isinstance(kv, TurnKV) and sequence.swapped is not None:
+            cache = self._publication.read_back(sequence.swapped, check)
+            if cache is None:
+                sequence.forwarded = 0  # its tokens run once more
+            else:
+                kv.restore(cache)
+            sequence.swapped = None
+        elif sequence.policy is not None:
+            assert isinstance(kv, TurnKV)
+            ballast = kv.keep_own(kv.capacity)
+            chain = copied_chain(self._pages, opened.views)
+            sequence.kv = StepwiseKV(self._model, sequence.policy, chain, self._pages, ballast)
+            kv.close()
+
     def _close(self, sequence: Sequence) -> None:
+        """Publish a finished turn and say so."""
         node_id, stored, error = None, 0, None
-        identity = self._identity(sequence)
-        ancestors, view = sequence.chain.ids, sequence.chain.view
         # A turn that was cancelled before its first step has no KV to publish.
         if sequence.request.publish and sequence.published_tokens:
             try:
-                stored = self._publish(sequence, identity)
-                node_id = identity.node_id
+                node_id, stored = self._publication.publish(
+                    sequence, lambda: self._check_open(sequence)
+                )
             except Exception as failure:
                 # The answer is good; only its reuse is lost, and the client is told.
-                log.warning("turn %s not published", identity.node_id[:16], exc_info=True)
+                log.warning("turn %s not published", sequence.request.request_id, exc_info=True)
                 known = isinstance(failure, CriticalKVError)
                 error = str(failure) if known else f"publishing failed: {type(failure).__name__}"
+        used = 1.0 - (self._pages.free + self._residents.unused_pages) / self._pages.total
         if not self._end(sequence):
             return
         assert sequence.finish_reason is not None
+        spent = sequence.spent
         sequence.emit(
             DecodeEnd(
+                choice=sequence.choice,
                 finish_reason=sequence.finish_reason,
                 prompt_tokens=len(sequence.request.token_ids),
                 completion_tokens=len(sequence.generated),
                 node_id=node_id,
-                ancestors=ancestors,
-                view=view,
+                ancestors=sequence.chain.ids,
+                view=sequence.chain.view,
                 stored_bytes=stored,
                 publish_error=error,
                 decode_ms=1e3 * (time.perf_counter() - sequence.started),
+                question_ms=1e3 * spent.question_s,
+                batch_size=spent.members / spent.steps if spent.steps else 0.0,
+                pool_used=used,
+                preemptions=spent.preemptions,
             )
         )
 
-    def _publish(self, sequence: Sequence, identity: Identity) -> int:
-        assert sequence.kv is not None
-        tokens = sequence.published_tokens
-        cache: RaggedCache = sequence.kv.own(tokens, lambda: self._check_open(sequence))
-        published = publish_cache(
-            self._store,
-            identity,
-            cache,
-            token_ids=tokens,
-            ancestors=sequence.chain.ids,
-            nested=sequence.policy is None,
-            pending_ids=sequence.pending_ids,
-            attempt=secrets.token_hex(16),
-            prefill_ms=1e3 * (time.perf_counter() - sequence.started),
-            ttl_ms=sequence.request.ttl_ms,
-            timeout_s=PUBLISH_TIMEOUT_S,
-        )
-        self._loader.keep(published.manifest, cache)
-        return published.stored_bytes
+    def _swap_out(self, sequence: Sequence, swap: Callable[[], NodeId | None]) -> None:
+        """Store what a preempted sequence has, and put it in line again."""
+        sequence.swapped = swap()
+        if sequence.swapped is None:
+            sequence.forwarded = 0
+        self._inbox.put(lambda: self._wait(sequence, first=True))
 
-    def _identity(self, sequence: Sequence) -> Identity:
-        spec, chain = self._model.spec, sequence.chain
-        return Identity(
-            model_digest=spec.model_digest,
-            tokenizer_digest=spec.tokenizer_digest,
-            dtype=spec.dtype,
-            policy=POLICY_DENSE if sequence.policy is None else sequence.policy.canonical(),
-            salt=sequence.request.salt,
-            parent=chain.ids[-1] if chain.ids else None,
-            view=chain.view,
-            tokens=tokens_digest(sequence.published_tokens),
-        )
+    def _check_alive(self, sequence: Sequence) -> None:
+        if sequence.cancelled.is_set():
+            raise CancelledError("the request was cancelled")
+        self._check_open(sequence)
 
-    def _guarded(self, sequence: Sequence, step: object) -> None:
+    def _check_open(self, sequence: Sequence) -> None:
+        """Unlike `_check_alive` for what is done with cancelled turns, too."""
+        self._check_not_closed()
+        if time.monotonic() > sequence.deadline:
+            raise DeadlineError("the request's deadline has passed")
+
+    def _check_not_closed(self) -> None:
+        if self._closed.is_set():
+            raise CancelledError("the decode worker is stopping")
+
+    def _guarded(self, sequence: Sequence, work: Callable[[], None]) -> None:
         # A request ends with exactly one DecodeEnd or error, whatever goes wrong.
         try:
-            step(sequence)  # type: ignore[operator]
+            work()
         except CriticalKVError as error:
             self._fail(sequence, error)
         except Exception as error:
@@ -322,6 +354,7 @@ class DecodeEngine:
 
     def _fail(self, sequence: Sequence, error: CriticalKVError) -> None:
         if self._end(sequence):
+            sequence.cancelled.set()  # an error ends all choices of a request
             sequence.emit(error)
 
     def _end(self, sequence: Sequence) -> bool:
@@ -330,38 +363,64 @@ class DecodeEngine:
             if sequence not in self._live:
                 return False
             self._live.remove(sequence)
-        if sequence.kv is not None:
-            self._pool.close(sequence.kv)
-            sequence.kv = None
-        sequence.chain = Chain()
-        if sequence.has_slot:
-            self._slots.release()
+        if not sequence.is_opening:  # else the job that fills its pages still writes to them
+            self._release(sequence)
+        self._inbox.put(lambda: None)  # there may be room for another one
         return True
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.kv is not None:
+            sequence.kv.close()
+            sequence.kv = None
 
     # -- the step thread -------------------------------------------------------
 
     def _loop(self) -> None:
+        progressed = True
         while not self._closed.is_set():
-            self._admit()
+            idle = STALLED_WAIT_S if self._running else IDLE_WAIT_S
+            self._drain(block_s=0.0 if progressed else idle)
             self._sweep()
             self._retire()
-            if self._running:
-                self._step()
+            self._admit()
+            self._load = self._measure_load()
+            progressed = bool(self._running) and self._step()
         for sequence in self._running:
             sequence.finish("cancelled")
         self._retire()
 
-    def _admit(self) -> None:
-        while True:
-            try:
-                timeout = None if self._running else IDLE_WAIT_S
-                sequence = self._ready.get(block=not self._running, timeout=timeout)
-            except queue.Empty:
-                return
-            if sequence is None:
-                return
-            if sequence in self._live:
-                self._running.append(sequence)
+    def _drain(self, block_s: float) -> None:
+        """Do what jobs have left for this thread."""
+        try:
+            message = self._inbox.get(block=block_s > 0, timeout=block_s or None)
+            while True:
+                message()
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _wait(self, sequence: Sequence, *, first: bool = False) -> None:
+        if sequence in self._live:
+            sequence.spent.waiting_since = time.perf_counter()
+            self._waiting.add(sequence, first=first)
+
+    def _opened(self, sequence: Sequence, error: CriticalKVError | None) -> None:
+        """Take over a sequence whose chain is there, or did not come."""
+        if not sequence.is_opening:
+            return  # it ran while it was pulled, and met the error itself
+        sequence.is_opening = False
+        if sequence in self._opening:
+            self._opening.remove(sequence)
+        if sequence not in self._live:
+            self._release(sequence)
+        elif error is not None:
+            self._fail(sequence, error)
+        else:
+            self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        self._tell_start(sequence)
+        self._running.append(sequence)
 
     def _sweep(self) -> None:
         """End requests that wait for their turn and have been given up."""
@@ -372,6 +431,11 @@ class DecodeEngine:
                 self._check_alive(sequence)
             except CriticalKVError as error:
                 self._fail(sequence, error)
+                if sequence in self._opening:  # its slot is free, its pages are later
+                    self._opening.remove(sequence)
+        for sequence in list(self._waiting):
+            if sequence not in self._live:
+                self._waiting.remove(sequence)
 
     def _retire(self) -> None:
         for sequence in list(self._running):
@@ -379,57 +443,297 @@ class DecodeEngine:
                 sequence.finish("cancelled")
             if sequence.finish_reason is not None:
                 self._running.remove(sequence)
-                self._closing.submit(self._guarded, sequence, self._close)
+                self._finish(sequence)
             elif time.monotonic() > sequence.deadline:
                 self._running.remove(sequence)
                 self._fail(sequence, DeadlineError("the request's deadline has passed"))
 
-    def _step(self) -> None:
-        batch = list(self._running)
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.request.publish and sequence.published_tokens:
+            self._in_background(sequence, self._close)
+        else:  # nothing that could take long
+            self._guarded(sequence, lambda: self._close(sequence))
+
+    def _in_background(self, sequence: Sequence, work: Callable[[Sequence], None]) -> None:
+        self._writing.submit(self._guarded, sequence, lambda: work(sequence))
+
+    # admission
+
+    def _admit(self) -> None:
+        while len(self._running) + len(self._opening) < self._config.max_num_seqs:
+            sequence = self._waiting.next([*self._running, *self._opening])
+            if sequence is None or not self._open(sequence):
+                return
+            self._waiting.remove(sequence)
+
+    def _open(self, sequence: Sequence) -> bool:
+        """Take pages for a sequence and start to pull; False if there is no room."""
+        own = self._own_pages(sequence, len(sequence.tokens) + 1)
+        chain = self._fitting(sequence, own)
+        opened = None if chain is None else self._opener.open(chain)
+        if chain is None or opened is None:
+            return False
+        sequence.chain = chain
+        views = opened.views
+        kv = TurnKV(self._residents, self._pages, views, chain.next_position, self._heads)
+        sequence.kv = kv
+        pages = self._residents.take(own)
+        if pages is None:  # cannot be: nobody else takes pages
+            raise AssertionError("pages vanished between two looks at them")
+        kv.grow(pages)
+        for node in opened.to_pull:
+            self._residents.use(node)  # the job is a user, too: it may outlive the sequence
+        now = time.perf_counter()
+        sequence.spent.queue_s += now - sequence.spent.waiting_since
+        self._begin(sequence, opened)
+        return True
+
+    def _begin(self, sequence: Sequence, opened: OpenedChain) -> None:
+        bytes_pulled = opened.bytes_to_pull
+        sequence.start = sequence.start or self._start(sequence, bytes_pulled)
+        simple = sequence.swapped is None and sequence.policy is None
+        if simple and all(view.node.is_complete for view in opened.views):
+            return self._run(sequence)
+        if simple and not self._running and not self._opening:
+            # Nobody else runs: the question's first layers go while the others come.
+            self._run(sequence)
+        else:
+            self._opening.append(sequence)
+            sequence.is_opening = True
+        self._reading.submit(self._pull, sequence, opened)
+        return None
+
+    def _start(self, sequence: Sequence, bytes_pulled: int) -> DecodeStart:
+        chain, spent = sequence.chain, sequence.spent
+        return DecodeStart(
+            choice=sequence.choice,
+            replica=self._replica,
+            bytes_pulled=bytes_pulled,
+            cached_tokens=chain.next_position,
+            tier=chain.lowest_tier,
+            retained_fraction=chain.retained_fraction,
+            store_ms=1e3 * spent.store_s,
+            queue_ms=1e3 * spent.queue_s,
+        )
+
+    def _tell_start(self, sequence: Sequence) -> None:
+        if sequence.spent.preemptions or sequence.choice:
+            return
+        assert sequence.start is not None
+        store_ms = 1e3 * sequence.spent.store_s
+        sequence.start = sequence.start.model_copy(update={"store_ms": store_ms})
+        sequence.emit(sequence.start)
+
+    def _fitting(self, sequence: Sequence, own: int) -> MeasuredChain | None:
+        """Return the chain at the highest tiers for which there is room now."""
+        lowest, chain = sequence.request.min_tier, sequence.chain
+        candidates = [chain]
+        # A view never changes once it has been told.
+        if lowest is not None and sequence.start is None:
+            candidates += [chain.lowered(tier) for tier in chain.lower_tiers(lowest)]
+        return next((c for c in candidates if self._opener.has_room(c, own)), None)
+
+    def _own_pages(self, sequence: Sequence, tokens: int) -> int:
+        """Pages for a turn's own tokens."""
+        size = self._config.page_size
+        if sequence.policy is None:
+            return math.ceil(tokens / size) * math.prod(self._heads)
+        # A stepwise turn holds a copy of its chain and, at most, all of its tokens.
+        tokens = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
+        per_head = math.ceil(tokens / size) + math.ceil(sequence.chain.entries_per_head / size)
+        return per_head * math.prod(self._heads)
+
+    # stepping
+
+    def _step(self) -> bool:
+        """Run one step; False if nobody could be run."""
+        planned = self._plan()
+        if not planned:
+            return False
+        now = time.perf_counter()
+        for sequence, _ in planned:
+            sequence.spent.first_forward = sequence.spent.first_forward or now
         try:
-            logits = self._forward(batch)
+            logits, asking = self._forward(planned)
         except Exception as error:
+            self._step_failed([s for s, _ in planned], error)
+            return True
+        self._failed_steps = 0
+        for sequence, tokens in planned:
+            sequence.ran(tokens, len(planned))
+            if isinstance(sequence.kv, StepwiseKV):
+                self._own_trouble(sequence, sequence.kv.end_step)
+        self._sample(asking, logits)
+        return True
+
+    def _plan(self) -> list[tuple[Sequence, int]]:
+        """Return who runs how many tokens, oldest first; each has room for them."""
+        left = self._config.max_num_batched_tokens - len(self._running)
+        planned: list[tuple[Sequence, int]] = []
+        for sequence in sorted(self._running, key=lambda s: s.arrival):
+            if sequence not in self._running:
+                continue  # it has just made room
+            tokens = min(len(sequence.next_tokens), max(0, left) + 1)
+            if self._make_room(sequence, tokens):
+                planned.append((sequence, tokens))
+                left -= tokens - 1
+        return planned
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Take the pages that a sequence's next tokens need, from others if need be."""
+        kv = sequence.kv
+        if not isinstance(kv, TurnKV):
+            return True
+        missing = kv.missing_pages(tokens)
+        while (pages := self._residents.take(missing)) is None:
+            loser = victim(sequence, self._running, lambda s: isinstance(s.kv, TurnKV))
+            if loser is None:
+                return False
+            self._preempt(loser)
+            if loser is sequence:
+                return False
+        kv.grow(pages)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Free a running sequence's pages; its KV goes to the store and comes back."""
+        assert isinstance(sequence.kv, TurnKV)
+        self._running.remove(sequence)
+        sequence.spent.preemptions += 1
+        swap = self._publication.swap(sequence)
+        self._release(sequence)
+        self._in_background(sequence, lambda s: self._swap_out(s, swap))
+
+    def _forward(self, planned: list[tuple[Sequence, int]]) -> tuple[Tensor, list[Sequence]]:
+        """Run a step; return logits [n, vocab] and the sequences that they are of."""
+        members = [self._member(sequence, tokens) for sequence, tokens in planned]
+        order = BatchPlan.ordered(members)
+        plan = BatchPlan(self._pages, [members[i] for i in order], self._model.device)
+        ends = torch.tensor([len(members[i].token_ids) for i in order]).cumsum(0) - 1
+        # While a prompt runs in pieces, only the last one's logits choose.
+        asking = [(k, i) for k, i in enumerate(order) if self._is_last(*planned[i])]
+        last = ends[[k for k, _ in asking]].to(self._model.device)
+        logits = forward(self._model.model, plan.token_ids, plan.positions, plan, last)
+        return logits.float().cpu(), [planned[i][0] for _, i in asking]
+
+    def _member(self, sequence: Sequence, tokens: int) -> Member:
+        assert sequence.kv is not None
+        return Member(
+            sequence.kv,
+            sequence.next_tokens[:tokens],
+            sequence.first_position,
+            lambda: self._check_alive(sequence),
+        )
+
+    @staticmethod
+    def _is_last(sequence: Sequence, tokens: int) -> bool:
+        return sequence.forwarded + tokens == len(sequence.tokens)
+
+    def _step_failed(self, sequences: list[Sequence], error: Exception) -> None:
+        if isinstance(error, CriticalKVError):
+            typed = error  # a chain that did not come; it ran alone
+        else:
             log.exception("decode step failed")
             self._failed_steps += 1
-            for sequence in batch:
-                self._running.remove(sequence)
-                self._fail(sequence, CriticalKVError(f"decode failed: {type(error).__name__}"))
-            return
-        self._failed_steps = 0
-        for sequence, row in zip(batch, logits, strict=True):
-            self._accept(sequence, row)
+            typed = CriticalKVError(f"decode failed: {type(error).__name__}")
+        for sequence in sequences:
+            self._running.remove(sequence)
+            self._fail(sequence, typed)
 
-    def _accept(self, sequence: Sequence, logits: Tensor) -> None:
+    def _sample(self, asking: list[Sequence], logits: Tensor) -> None:
+        """Give every sequence whose tokens have all run its next one."""
+        asking = [s for s in asking if s in self._running]
+        pairs = [(s, row) for s, row in zip(asking, logits, strict=False)]
+        for sequence, row in list(pairs):
+            pairs += [(branch, row) for branch in self._branches(sequence)]
+        if not pairs:
+            return
+        rows = torch.stack([row for _, row in pairs])
+        chosen = choose(rows, [s.sampler for s, _ in pairs])
+        good = [i for i, token in enumerate(chosen) if isinstance(token, int)]
+        tokens = [int(chosen[i]) for i in good]  # type: ignore[call-overload]
+        counts = [pairs[i][0].request.sampling.logprobs for i in good]
+        told = dict(zip(good, top_logprobs(rows[good], tokens, counts), strict=True))
+        for i, (sequence, _) in enumerate(pairs):
+            token = chosen[i]
+            if isinstance(token, CriticalKVError):
+                self._remove_failed(sequence, token)
+            else:
+                self._own_trouble(sequence, lambda s=sequence, t=token, p=told[i]: s.take(t, p))
+        self._count(len(good))
+
+    def _branches(self, sequence: Sequence) -> list[Sequence]:
+        """Begin the other choices of a prompt that has just run."""
+        count = sequence.unborn
+        if not count:
+            return []
+        free = self._config.max_num_seqs - len(self._running) - len(self._opening)
+        forked = min(count, max(0, free)) if isinstance(sequence.kv, TurnKV) else 0
+        kvs = sequence.kv.fork(forked) if isinstance(sequence.kv, TurnKV) and forked else []
+        born = [sequence.branch(i + 1, next(self._arrivals)) for i in range(count)]
+        with self._lock:
+            self._live.update(born)
+        for i, branch in enumerate(born):
+            assert branch.start is not None
+            branch.start = branch.start.model_copy(update={"choice": branch.choice})
+            branch.emit(branch.start)
+            if i < forked:
+                branch.kv = kvs[i]
+                self._running.append(branch)
+            else:
+                branch.forwarded = 0  # no slot: its prompt runs again when there is one
+                self._wait(branch)
+        return born[:forked]
+
+    def _own_trouble(self, sequence: Sequence, work: Callable[[], None]) -> None:
         # One sequence's trouble is its own: the thread and the others go on.
         try:
-            if sequence.kv is not None:
-                sequence.kv.end_step()
-            return sequence.accept(logits)
+            return work()
         except CriticalKVError as failure:
             error = failure
         except Exception as failure:
             log.exception("a token could not be taken")
             error = CriticalKVError(f"decode failed: {type(failure).__name__}")
-        self._running.remove(sequence)
-        return self._fail(sequence, error)
+        return self._remove_failed(sequence, error)
 
-    def _forward(self, batch: list[Sequence]) -> Tensor:
-        device = self._model.device
-        tokens = [s.next_tokens for s in batch]
-        positions = [
-            torch.arange(s.first_position, s.first_position + len(t))
-            for s, t in zip(batch, tokens, strict=True)
-        ]
-        last = torch.tensor([len(t) for t in tokens]).cumsum(0) - 1
-        flat = torch.tensor([token for part in tokens for token in part])
-        logits = forward(
-            self._model.model,
-            flat.to(device),
-            torch.cat(positions).to(device),
-            BatchPlan(batch),
-            last.to(device),
+    def _remove_failed(self, sequence: Sequence, error: CriticalKVError) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        self._fail(sequence, error)
+
+    # load
+
+    @property
+    def _pool_bytes(self) -> int:
+        return self._pages.total * self._pages.page_bytes
+
+    def _mib(self, pages: int) -> int:
+        return math.ceil(pages * self._pages.page_bytes / 2**20)
+
+    def _count(self, tokens: int) -> None:
+        now = time.monotonic()
+        self._generated.append((now, tokens))
+        while self._generated[0][0] < now - RATE_WINDOW_S:
+            self._generated.popleft()
+
+    def _measure_load(self) -> DecodeLoad:
+        size, unused = self._pages.page_bytes, self._residents.unused_pages
+        queued = sum(
+            self._opener.pages_to_pull(s.chain) + self._own_pages(s, len(s.tokens) + 1)
+            for s in self._waiting
         )
-        return logits.float().cpu()
+        begun = [*self._waiting, *self._opening, *self._running]
+        since = time.monotonic() - RATE_WINDOW_S
+        return DecodeLoad(
+            pool_bytes=self._pool_bytes,
+            used_bytes=(self._pages.total - self._pages.free - unused) * size,
+            kept_bytes=unused * size,
+            queued_bytes=queued * size,
+            waiting=len(self._waiting),
+            waiting_tokens=sum(len(s.next_tokens) for s in begun if not s.generated),
+            running=len(self._running),
+            tokens_per_s=sum(n for t, n in self._generated if t >= since) / RATE_WINDOW_S,
+        )
 
 
 def _next(events: queue.SimpleQueue[T], timeout_s: float) -> T:

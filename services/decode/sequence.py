@@ -1,22 +1,21 @@
-"""One turn being decoded: its tokens, its text, and where it stands."""
+"""One choice of a turn being decoded: its tokens, its text, and where it stands."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch import Tensor
-
-from criticalkv.services.decode.pool import SequenceKV
-from criticalkv.services.decode.sampling import Sampler, top_logprobs
+from criticalkv.services.decode.batch import SequenceKV
+from criticalkv.services.decode.opening import MeasuredChain
+from criticalkv.services.decode.sampling import Sampler
 from criticalkv.services.decode.text import StopMatch, TextStream
 from criticalkv.services.decode.token_bytes import TokenBytes
-from criticalkv.shared.chain import Chain
 from criticalkv.shared.errors import CriticalKVError
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.requests import (
     DecodeDelta,
@@ -28,39 +27,96 @@ from criticalkv.shared.requests import (
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Emit = Callable[[DecodeStart | DecodeDelta | DecodeEnd | CriticalKVError], None]
+Logprob = tuple[float, list[tuple[int, float]]]
+
+
+@dataclass
+class Spent:
+    """Where a sequence's time went, in seconds, and what it shared."""
+
+    store_s: float = 0.0
+    queue_s: float = 0.0
+    waiting_since: float = 0.0
+    first_forward: float = 0.0
+    question_s: float = 0.0
+    steps: int = 0
+    members: int = 0
+    preemptions: int = 0
 
 
 @dataclass(eq=False)
 class Sequence:
-    """State of one request between submission and its terminal event.
+    """State of one choice between submission and its terminal event.
 
     `generated` never holds an end-of-sequence token: that one is the template's to
     place, and comes back through the pending ids.
+
+    Attributes:
+        arrival: number of the submission; branches have their own.
+        chain: what it reads; empty until it has been measured.
+        kv: its KV while it has a slot.
+        forwarded: tokens of the turn that have KV.
+        swapped: node in the store that holds the KV of the first `forwarded` tokens.
+        start: what was told when it began.
+        is_opening: whether a job beside the step thread writes to its KV.
     """
 
     request: DecodeRequest
     emit: Emit
     model: LoadedModel
     deadline: float
+    arrival: int
     policy: Policy | None = None
-    chain: Chain = field(default_factory=Chain)
+    choice: int = 0
+    chain: MeasuredChain = field(default_factory=MeasuredChain)
     kv: SequenceKV | None = None
     generated: list[int] = field(default_factory=list)
     forwarded: int = 0
+    swapped: NodeId | None = None
+    start: DecodeStart | None = None
+    is_opening: bool = False
     finish_reason: FinishReason | None = None
-    has_slot: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.perf_counter)
+    spent: Spent = field(default_factory=Spent)
 
     def __post_init__(self) -> None:
-        self._sampler = Sampler(self.request.sampling)
+        seeds = (self.request.sampling.seed, *self.request.branch_seeds)
+        self.sampler = Sampler(self.request.sampling, seeds[self.choice])
         self._tokens = TokenBytes(self.model.tokenizer)
         self._text = TextStream(self.model.tokenizer, self.request.sampling.stop)
         self._logprobs: list[TokenLogprob] = []
         self._told = 0
         self._leftover = ""
         self._kept: int | None = None
-        self._ended_by_eos = False
+
+    @property
+    def tenant(self) -> str:
+        """Whose share of the replica it takes."""
+        return self.request.tenant
+
+    @property
+    def unborn(self) -> int:
+        """Branches that begin once the prompt has run."""
+        return len(self.request.branch_seeds) if not self.choice and not self.generated else 0
+
+    def branch(self, choice: int, arrival: int) -> Sequence:
+        """Return another choice of the same prompt, which has just run."""
+        return Sequence(
+            self.request,
+            self.emit,
+            self.model,
+            self.deadline,
+            arrival,
+            self.policy,
+            choice,
+            chain=self.chain,
+            forwarded=self.forwarded,
+            start=self.start,
+            cancelled=self.cancelled,
+            started=self.started,
+            spent=replace(self.spent),
+        )
 
     @property
     def tokens(self) -> list[int]:
@@ -85,20 +141,20 @@ class Sequence:
         """Original position of the first of `next_tokens`."""
         return self.chain.next_position + self.forwarded
 
-    def accept(self, logits: Tensor) -> None:
-        """Choose the next token from fp32 logits [vocab] and tell what can be told.
+    def ran(self, tokens: int, members: int) -> None:
+        """Note a step that ran `tokens` of this sequence beside `members` in all."""
+        self.forwarded += tokens
+        self.spent.steps += 1
+        self.spent.members += members
 
-        While the prompt runs in pieces, only the last one's logits choose.
-        """
-        self.forwarded += len(self.next_tokens)
-        if self.next_tokens:
-            return None
-        token = self._sampler.choose(logits)
+    def take(self, token: int, logprob: Logprob | None) -> None:
+        """Add a token that was sampled and tell what can be told."""
+        if not self.generated:
+            self.spent.question_s = time.perf_counter() - self.spent.first_forward
         if token in self.model.spec.eos_token_ids and not self.request.sampling.ignore_eos:
-            self._ended_by_eos = True
             return self.finish("stop")
         self.generated.append(token)
-        self._note_logprob(token, logits)
+        self._note_logprob(token, logprob)
         match = self._text.push(token)
         if match:
             return self._cut(match)
@@ -142,21 +198,19 @@ class Sequence:
         count = max(0, end - self._told)
         if text or ids:
             logprobs = tuple(self._logprobs[:count])
-            self.emit(DecodeDelta(text=text, token_ids=ids, logprobs=logprobs))
+            self.emit(DecodeDelta(choice=self.choice, text=text, token_ids=ids, logprobs=logprobs))
         self._logprobs = self._logprobs[count:]
         self._told = max(self._told, end)
 
-    def _note_logprob(self, token: int, logits: Tensor) -> None:
-        count = self.request.sampling.logprobs
-        if count is None:
+    def _note_logprob(self, token: int, logprob: Logprob | None) -> None:
+        if logprob is None:
             return
-        logprob, top = top_logprobs(logits, token, count)
         show = self._tokens.show
         self._logprobs.append(
             TokenLogprob(
                 token_id=token,
                 token=show(token),
-                logprob=logprob,
-                top=tuple((show(i), p) for i, p in top),
+                logprob=logprob[0],
+                top=tuple((show(i), p) for i, p in logprob[1]),
             )
         )

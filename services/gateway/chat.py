@@ -16,6 +16,7 @@ from criticalkv.services.gateway.choices import Choices
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.nodes import Want, length_of
+from criticalkv.services.gateway.pace import Pace
 from criticalkv.services.gateway.plan import Plan, check_room
 from criticalkv.services.gateway.prompt import Prompt, add_implicit, check_text_size, flatten
 from criticalkv.services.gateway.schemas import ChatRequest, parse_ttl
@@ -32,6 +33,7 @@ from criticalkv.shared.errors import (
 from criticalkv.shared.identity import NodeId, tenant_salt
 from criticalkv.shared.model.chat import Message, Part
 from criticalkv.shared.requests import (
+    MAX_ANCESTORS_HINT,
     DecodeDelta,
     DecodeEnd,
     DecodeRequest,
@@ -191,12 +193,11 @@ class Turn:
         self._base = base
         self._want = want
         self._transcript = transcript
-        self._received = received
+        self._pace = Pace(core.metrics, received)
         self._handles = [handle, *(core.new_handle("resp") for _ in range(request.n - 1))]
         self._texts: list[list[str]] = [[] for _ in range(request.n)]
         self._starts: dict[int, DecodeStart] = {}
         self._generated = 0
-        self._ttft: float | None = None
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -215,9 +216,7 @@ class Turn:
     async def open(self, plan: Plan, deadline: Deadline) -> None:
         """Start decode and wait for its first event, so that early errors have a status."""
         core = self._core
-        self._running = Choices(
-            core.workers, core.planner, plan, self.choices, self._decode_request, deadline
-        )
+        self._running = Choices(core.workers, core.planner, plan, self._decode_request, deadline)
         try:
             self._first = await self._running.next()
         except BaseException:
@@ -248,21 +247,25 @@ class Turn:
         finally:
             await self.aclose()
 
-    async def _take(self, index: int, event: Event) -> ReplyEvent | None:
+    async def _take(self, event: Event, at: float) -> ReplyEvent | None:
+        index = event.choice
         if isinstance(event, DecodeStart):
             self._starts[index] = event
             return None
-        self._first_token()
         if isinstance(event, DecodeDelta):
+            self._pace.told(index, at)
             self._texts[index].append(event.text)
             logprobs = logprob_fields(event.logprobs)
             return Said(index, event.text, logprobs) if event.text or logprobs else None
+        self._pace.ended(index, event.completion_tokens, at)
         return await self._end(index, event)
 
     async def _end(self, index: int, end: DecodeEnd) -> Finished:
         if end.finish_reason == "cancelled":
             raise CancelledError("the answer was cancelled before it was complete")
         self._generated += end.completion_tokens
+        has_parent = self._running.plan.parent is not None
+        self._core.metrics.choice(self._starts[index], end, has_parent=has_parent)
         error = await self._commit(index, end)
         return Finished(index, end.finish_reason, self._extension(index, end, error))
 
@@ -324,36 +327,43 @@ class Turn:
             log.warning("node %s got no alias: %s", node_id[:16], error.code)
 
     def _extension(self, index: int, end: DecodeEnd, error: str | None) -> dict[str, Any]:
-        start, plan = self._starts.get(index), self._running.plan
+        start, plan = self._starts[index], self._running.plan
         fields = {
             "handle": self._handles[index],
             "node_id": end.node_id,
             "policy": plan.parent.policy if plan.parent else None,
-            "tier": start.tier if start else None,
-            "retained_fraction": start.retained_fraction if start else None,
-            "bytes_pulled": start.bytes_pulled if start else None,
-            "store_ms": start.store_ms if start else None,
+            "tier": start.tier,
+            "retained_fraction": start.retained_fraction,
+            "bytes_pulled": start.bytes_pulled,
+            "store_ms": start.store_ms,
+            "queue_ms": start.queue_ms,
             "prefill_ms": plan.spent.prefill_ms,
             "scoring_ms": plan.spent.scoring_ms,
-            "replica": start.replica if start else None,
+            "replica": start.replica,
             "published": error is None,
-            "ttft_ms": 1000 * (self._ttft or 0.0),
+            "ttft_ms": 1000 * (self._pace.ttft or 0.0),
         }
         return fields if error is None else {**fields, "error": error}
 
-    def _decode_request(self, plan: Plan, index: int) -> DecodeRequest:
+    def _decode_request(self, plan: Plan) -> DecodeRequest:
+        extension = self._request.criticalkv
+        first, *others = self._seeds()
         return DecodeRequest(
-            request_id=self._handles[index],
+            request_id=self.id,
             parent=plan.parent.id if plan.parent else None,
-            view=plan.parent.view(self._request.criticalkv.read_tier) if plan.parent else (),
+            view=plan.parent.view(extension.read_tier) if plan.parent else (),
+            ancestors_hint=_hint(plan.parent.ancestors) if plan.parent else (),
             token_ids=plan.token_ids,
             salt=self._base.salt,
-            sampling=self._sampling(plan, index),
-            policy=self._request.criticalkv.turn_policy or self._core.config.eviction.turn_policy,
+            sampling=self._sampling(plan, first),
+            policy=extension.turn_policy or self._core.config.eviction.turn_policy,
             ttl_ms=_ttl_ms(self._request),
+            tenant=self._tenant.digest,
+            min_tier=extension.min_read_tier,
+            branch_seeds=tuple(others),
         )
 
-    def _sampling(self, plan: Plan, index: int) -> Sampling:
+    def _sampling(self, plan: Plan, seed: int) -> Sampling:
         request = self._request
         room = self._core.model.max_positions - plan.prompt_tokens
         default = min(self._core.config.gateway.default_max_tokens, room)
@@ -361,31 +371,36 @@ class Turn:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.criticalkv.top_k,
-            seed=(self._seed() + index) % (1 << 63),
+            seed=seed,
             max_tokens=request.token_limit or default,
             stop=tuple(request.stop),
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
 
-    def _seed(self) -> int:
-        """The wanted seed, or one that the handle gives: a retry draws the same."""
-        if self._request.seed is not None:
-            return self._request.seed
-        return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little")
+    def _seeds(self) -> list[int]:
+        """Return each choice's seed: the wanted one, or one that the handle gives, and up.
 
-    def _first_token(self) -> None:
-        if self._ttft is None:
-            self._ttft = time.perf_counter() - self._received
-            self._core.metrics.first_token(self._ttft)
+        So a retry draws the same.
+        """
+        seed = self._request.seed
+        if seed is None:
+            seed = int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little")
+        return [(seed + index) % (1 << 63) for index in range(self.choices)]
 
     def _count(self) -> None:
         plan = self._running.plan
         self._core.metrics.turn(
-            seconds=time.perf_counter() - self._received,
+            seconds=self._pace.e2e,
             prompt=plan.prompt_tokens,
             cached=plan.cached_tokens,
             generated=self._generated,
         )
+
+
+def _hint(ancestors: tuple[str, ...]) -> tuple[str, ...]:
+    """Name the root, usually the large document, and what was added last."""
+    limit = MAX_ANCESTORS_HINT
+    return ancestors if len(ancestors) <= limit else (ancestors[0], *ancestors[1 - limit :])
 
 
 def _ttl_ms(request: ChatRequest) -> int:

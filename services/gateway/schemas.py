@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -223,13 +224,24 @@ class Extension(_Policies):
 
     context_id: str | None = Field(default=None, min_length=1, max_length=128)
     read_tier: str | None = None
+    min_read_tier: str | None = None
     store_tier: str | None = None
     turn_policy: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     top_k: int = Field(default=0, ge=0, le=1 << 20)
 
-    _check_tier = field_validator("read_tier", "store_tier", mode="before")(_tier)
+    _check_tier = field_validator("read_tier", "min_read_tier", "store_tier", mode="before")(_tier)
     _check_turn_policy = field_validator("turn_policy")(_turn_policy)
+
+    def check(self) -> None:
+        """Compare fields with one another.
+
+        Raises:
+            InvalidRequestError: naming the field.
+        """
+        least, wanted = self.min_read_tier, self.read_tier
+        if least is not None and wanted is not None and Decimal(least) > Decimal(wanted):
+            raise _limit("criticalkv.min_read_tier", f"at most read_tier ({wanted}), got {least}")
 
 
 class ChatRequest(_Body):
@@ -298,6 +310,7 @@ class ChatRequest(_Body):
             if not 1 <= len(text) <= limits.max_stop_chars:
                 raise _limit(f"stop[{i}]", f"1 to {limits.max_stop_chars} characters")
         _check_messages(self.messages)
+        self.criticalkv.check()
 
 
 class ContextRequest(_Policies):

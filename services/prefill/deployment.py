@@ -36,6 +36,14 @@ class Prefill:
         Raises:
             DeadlineError: also if its place did not become free in time.
         """
+        with self._engine.accepted(request):
+            return await self._run(request)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve this replica's load; `services.scaling` reads it."""
+        return self._engine.load()
+
+    async def _run(self, request: PrefillRequest) -> PrefillResult:
         cancelled, arrived = threading.Event(), time.monotonic()
         loop = asyncio.get_running_loop()
         try:

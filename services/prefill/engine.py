@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from decimal import Decimal
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from criticalkv.services.prefill.kvpress_replay import replay_pass_of
 from criticalkv.services.prefill.priority import Priority
 from criticalkv.services.prefill.sinks import Sink, SpoolingSink, StreamingSink
 from criticalkv.services.prefill.spool import Spool
+from criticalkv.services.prefill.waiting import Waiting
 from criticalkv.shared.cache.manifest import ITEMSIZE
-from criticalkv.shared.chain import Chain, ChainLoader, NodeCache
+from criticalkv.shared.chain import Chain, ChainLoader
 from criticalkv.shared.config import EvictionConfig, PrefillConfig
 from criticalkv.shared.errors import (
     CancelledError,
@@ -55,9 +57,10 @@ class PrefillEngine:
         self._store = store
         self._eviction = eviction
         self._replica = replica
-        self._loader = ChainLoader(store, model.spec, NodeCache(0))
+        self._loader = ChainLoader(store, model.spec)
         self._spool = Spool(config.spool_limit_mb << 20)
         self._priority = Priority()
+        self._waiting = Waiting()
         spec = model.spec
         self._profiles = Profiles(
             Path(eviction.profiles_dir), spec.model_digest, spec.num_layers, spec.num_kv_heads
@@ -88,6 +91,25 @@ class PrefillEngine:
             return prefill.run()
         with self._priority.foreground():
             return prefill.run()
+
+    def accepted(self, request: PrefillRequest) -> AbstractContextManager[None]:
+        """Count a request as waiting while the context is open: from its acceptance on.
+
+        A background request is not counted: nobody waits for it.
+        """
+        if request.background:
+            return nullcontext()
+        return self._waiting.accepted(len(request.token_ids))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of accepted prefills that have not ended."""
+        return self._waiting.numbers()[1]
+
+    def load(self) -> dict[str, float]:
+        """Return what autoscaling reads: accepted prefills that have not ended, their tokens."""
+        waiting, tokens = self._waiting.numbers()
+        return {"waiting": waiting, "waiting_tokens": tokens}
 
     def tiers_up_to(self, store_tier: str) -> tuple[str, ...]:
         """Return the configured tiers below `store_tier`, then itself."""

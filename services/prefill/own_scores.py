@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -59,7 +60,7 @@ def context_layer(model: LoadedModel, layer: LayerPass, first_position: int) -> 
         w_o=model.w_o(call.layer),
         scaling=call.scaling,
         first_position=first_position,
-        rotation=model.rotation,
+        rotation=partial(model.rotation, call.layer),
         prefix_keys=layer.prefix.keys if has_prefix else None,
         prefix_cu=layer.prefix.cu_seqlens if has_prefix else None,
     )

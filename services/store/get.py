@@ -124,7 +124,7 @@ def _tier(manifest: Manifest, wanted: str | None, byte_limit: int) -> str:
 
 def _layers(manifest: Manifest, request: pb.GetNodeRequest) -> range:
     end = request.layer_end or manifest.num_layers
-    if not 0 <= request.layer_begin < end <= manifest.num_layers:
+    if not 0 <= request.layer_begin <= end <= manifest.num_layers:
         raise InvalidRequestError(
             f"layers [{request.layer_begin}, {end}) are not within the node's "
             f"{manifest.num_layers}",

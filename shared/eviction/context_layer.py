@@ -12,7 +12,9 @@ from criticalkv.kernels import ops
 from criticalkv.shared.eviction.scores import finite
 
 Rotation = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Positions int64 [p] → (cos, sin), fp32 [p, head_dim] each, as the model's RoPE has them."""
+"""Positions int64 [p] → (cos, sin), fp32 [p, rotary_dim] each, as a layer's RoPE has them.
+
+rotary_dim ≤ head_dim: some models turn only the first dimensions of a head."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ContextLayer:
         w_o: [D_model, num_q_heads · head_dim].
         scaling: factor of the logits.
         first_position: original position of the node's first token.
-        rotation: the model's RoPE; only scorers that look ahead need it.
+        rotation: the layer's RoPE; only scorers that look ahead need it.
         prefix_keys: [Σ len_h, head_dim], the parent chain's kept keys, seen by every
             query, or None.
         prefix_cu: integers [num_kv_heads + 1], or None.

@@ -17,7 +17,7 @@ from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.malloc import tune_malloc
 from criticalkv.shared.model.attention import IMPLEMENTATION
 from criticalkv.shared.model.chat import ChatTemplate
-from criticalkv.shared.model.spec import ModelSpec, load_spec, load_tokenizer
+from criticalkv.shared.model.spec import ModelSpec, load_spec, load_tokenizer, rope_parameters
 
 # Of the free memory, for the weights; the rest is for activations and KV.
 GPU_SHARE = 0.9
@@ -42,10 +42,17 @@ class LoadedModel:
         weight: Tensor = self.model.model.layers[layer].self_attn.o_proj.weight
         return weight.detach()
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE's cos and sin at int64 [p] positions, fp32 [p, head_dim] each."""
+    def rotation(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's RoPE: cos and sin at int64 [p] positions.
+
+        Returns:
+            fp32 [p, rotary_dim] each; rotary_dim ≤ head_dim, the first that RoPE turns.
+        """
         like = torch.empty(0, dtype=torch.float32, device=self.device)
-        cos, sin = self.model.model.rotary_emb(like, positions[None].to(self.device))
+        # Where layers differ in RoPE, transformers wants to know which type is meant.
+        shared = None in rope_parameters(self.model.config)
+        kind = () if shared else (self.model.config.layer_types[layer],)
+        cos, sin = self.model.model.rotary_emb(like, positions[None].to(self.device), *kind)
         return cos[0], sin[0]
 
 

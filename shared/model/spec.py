@@ -19,7 +19,7 @@ from criticalkv.shared.model.chat import tokenizer_digest
 from criticalkv.shared.model.demo import NAME as DEMO_NAME
 from criticalkv.shared.model.demo import ensure_demo_model
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # What transformers raises, beside OSError, for files that it cannot make sense of.
 UNREADABLE = (
@@ -172,19 +172,30 @@ def check_supported(hf: PreTrainedConfig) -> None:
     """Refuse what would be served wrongly.
 
     Raises:
-        UnsupportedModelError: for other families and for RoPE variants whose factors
-            change with the length of the sequence (dynamic, longrope).
+        UnsupportedModelError: for other families, for RoPE variants whose factors change
+            with the length of the sequence (dynamic, longrope) and for attention that is
+            not causal.
     """
     if hf.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"model type {hf.model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    rope = (getattr(hf, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"RoPE type {rope!r} is not supported: its factors depend on the length of the whole "
-            f"batch; supported: {', '.join(ROPE_TYPES)}"
-        )
+    for parameters in rope_parameters(hf).values():
+        rope = parameters.get("rope_type", "default")
+        if rope not in ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"RoPE type {rope!r} is not supported: its factors depend on the length of the "
+                f"whole batch; supported: {', '.join(ROPE_TYPES)}"
+            )
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise UnsupportedModelError("bidirectional attention is not supported: it keeps no KV")
+
+
+def rope_parameters(hf: PreTrainedConfig) -> dict[str | None, dict[str, Any]]:
+    """Return RoPE's parameters by layer type; under None if all layers share them."""
+    shared = getattr(hf, "rope_parameters", None) or {}
+    by_type = {kind: own for kind, own in shared.items() if isinstance(own, dict)}
+    return by_type or {None: shared}
 
 
 def sliding_windows(hf: PreTrainedConfig) -> tuple[int | None, ...]:

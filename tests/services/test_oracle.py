@@ -7,7 +7,11 @@ them, a turn's tokens see what the turn's view kept.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,10 @@ from policies import make_profile
 from torch import Tensor
 
 from criticalkv.services.decode import engine as decode_engine
+from criticalkv.services.decode import opening
 from criticalkv.services.decode.sequence import Sequence
-from criticalkv.services.local import LocalEngine, LocalNode
+from criticalkv.services.local import LocalEngine, LocalNode, LocalTurn
 from criticalkv.shared.cache.ragged import RaggedLayer
-from criticalkv.shared.chain import ChainLoader
 from criticalkv.shared.config import EvictionConfig
 from criticalkv.shared.eviction.profile import save_profile
 from criticalkv.shared.model.attention import IMPLEMENTATION
@@ -37,6 +41,20 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     ("qwen3", {}),
+    ("gemma3_text", {}),
+    (
+        "gemma3_text",
+        {
+            "sliding_window": 16,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    ("phi3", {}),
+    ("phi3", {"sliding_window": 24}),
+    ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
 ]
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
 POLICIES = [
@@ -77,9 +95,10 @@ class Conversation:
         model: LoadedModel,
         monkeypatch: pytest.MonkeyPatch,
         eviction: EvictionConfig | None = None,
+        engine: LocalEngine | None = None,
     ) -> None:
         self.model = model
-        self.engine = LocalEngine(model, eviction=eviction)
+        self.engine = engine or LocalEngine(model, eviction=eviction)
         self.tokens: list[int] = []
         self.blocks: list[Block] = []
         self.views: list[tuple[str, ...]] = []
@@ -109,22 +128,36 @@ class Conversation:
 
     def turn(self, ids: list[int], tier: str | None, new_tokens: int) -> None:
         """Run a turn and compare it with the oracle."""
-        pending = list(self.engine.manifest(self.leaf).pending_ids) if self.leaf else []
         self.logits.clear()
-        turn = self.engine.generate(
-            self.leaf, [*pending, *ids], tier=tier, max_tokens=new_tokens, ignore_eos=True
-        )
-        assert turn.end is not None
-        generated = list(turn.token_ids)
-        assert len(generated) == new_tokens
-        published = [*pending, *ids, *generated][:-1]
-        self.tokens += published
-        self.add(turn, len(published), turn.end.view)
+        turn = self.generate(ids, tier, new_tokens)
+        self.append(ids, turn)
         ours = torch.stack(self.logits)
         theirs = self.oracle()[-new_tokens:]
         assert theirs.std() >= 1
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
-        check_tokens(generated, ours, theirs)
+        check_tokens(list(turn.token_ids), ours, theirs)
+
+    @property
+    def pending(self) -> list[int]:
+        return list(self.engine.manifest(self.leaf).pending_ids) if self.leaf else []
+
+    def generate(self, ids: list[int], tier: str | None, new_tokens: int) -> LocalTurn:
+        turn = self.engine.generate(
+            self.leaf,
+            [*self.pending, *ids],
+            tier=tier,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            logprobs=0,
+        )
+        assert len(turn.token_ids) == new_tokens
+        return turn
+
+    def append(self, ids: list[int], turn: LocalTurn) -> None:
+        assert turn.end is not None
+        published = [*self.pending, *ids, *turn.token_ids][:-1]
+        self.tokens += published
+        self.add(turn, len(published), turn.end.view)
 
     def oracle(self) -> Tensor:
         """Logits [len(tokens), vocab] of the untouched model under the mask."""
@@ -198,8 +231,12 @@ def random_ids(n: int, seed: int) -> list[int]:
 def conversation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Conversation]]:
     made: list[Conversation] = []
 
-    def make(model: LoadedModel, eviction: EvictionConfig | None = None) -> Conversation:
-        made.append(Conversation(model, monkeypatch, eviction))
+    def make(
+        model: LoadedModel,
+        eviction: EvictionConfig | None = None,
+        engine: LocalEngine | None = None,
+    ) -> Conversation:
+        made.append(Conversation(model, monkeypatch, eviction, engine))
         return made[-1]
 
     yield make
@@ -283,6 +320,99 @@ def test_500_tokens_and_three_turns(
         talk.turn(random_ids(question, question), tier, 3)
 
 
+@pytest.mark.parametrize("policy", ["default", "window+adakv+twostage", "echo+model+relative"])
+@pytest.mark.parametrize(("family", "extra"), FAMILIES, ids=str)
+def test_families_under_the_usual_policies(
+    family: str,
+    extra: dict[str, Any],
+    policy: str,
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+) -> None:
+    talk = conversation(tiny_model(family, **extra))
+    talk.context(random_ids(200, 4), policy)
+    for question, tier in ((17, "0.1"), (1, "0.3")):
+        talk.turn(random_ids(question, question), tier, 3)
+
+
+# Context, policy, tier, question: what is decoded together.
+COMPANY: list[tuple[int, str, str | None, int]] = [
+    (90, "default", "0.1", 17),
+    (300, "window+adakv+twostage", "0.4", 1),
+    (7, "replay+model+relative", "0.05", 2),
+    (0, "", None, 33),
+    (150, "default", "1", 40),
+    (41, "window+uniform+plain", "0.2", 5),
+]
+TOGETHER = 16
+"""Tokens of each turn, more than any is late."""
+
+
+@pytest.mark.parametrize(("family", "extra"), FAMILIES, ids=str)
+def test_sequences_of_unequal_length_decoded_together(
+    family: str,
+    extra: dict[str, Any],
+    tiny_model: Factory,
+    conversation: Callable[..., Conversation],
+) -> None:
+    """Each gets what it gets alone, and what the oracle says."""
+    model = tiny_model(family, **extra)
+    with LocalEngine(model) as engine:
+        talks = [conversation(model, engine=engine) for _ in COMPANY]
+        questions = [random_ids(question, 50 + i) for i, (*_, question) in enumerate(COMPANY)]
+        tiers = [tier for _, _, tier, _ in COMPANY]
+        for seed, (talk, (context, policy, _, _)) in enumerate(zip(talks, COMPANY, strict=True)):
+            if context:
+                talk.context(random_ids(context, seed), policy)
+        todo = list(zip(talks, questions, tiers, strict=True))
+        alone = [talk.generate(ids, tier, TOGETHER) for talk, ids, tier in todo]
+        with in_company(engine, len(talks)), ThreadPoolExecutor(len(talks)) as pool:
+            turns = list(pool.map(lambda one: one[0].generate(one[1], one[2], TOGETHER), todo))
+        assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in alone]
+        for talk, ids, turn in zip(talks, questions, turns, strict=True):
+            talk.append(ids, turn)
+            check_logprobs(turn, talk.oracle()[-TOGETHER:])
+
+
+@contextmanager
+def in_company(engine: LocalEngine, count: int) -> Iterator[None]:
+    """Let no step begin before `count` requests are in; one step must serve them all."""
+    all_in, submit, sampled = threading.Semaphore(0), engine.decode.submit, [0]
+
+    def counting(*args: Any) -> Sequence:
+        sequence = submit(*args)
+        all_in.release()
+        return sequence
+
+    def waiting(_model: object, _args: object, kwargs: dict[str, Any]) -> None:
+        if sampled == [0]:
+            for _ in range(count):
+                assert all_in.acquire(timeout=30)
+            time.sleep(0.1)  # their chains are loaded by other threads
+        sampled.append(kwargs["logits_to_keep"].numel())
+
+    hook = engine.model.model.register_forward_pre_hook(waiting, with_kwargs=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.decode, "submit", counting)
+        try:
+            yield
+        finally:
+            hook.remove()
+    assert max(sampled) == count
+
+
+def check_logprobs(turn: LocalTurn, theirs: Tensor) -> None:
+    """Greedy tokens and their log probabilities, teacher-forced, are the oracle's."""
+    assert theirs.std() >= 1
+    ours = torch.tensor([one.logprob for delta in turn.deltas for one in delta.logprobs])
+    rows = torch.arange(len(turn.token_ids))
+    wanted = theirs.log_softmax(-1)[rows, list(turn.token_ids)]
+    torch.testing.assert_close(ours, wanted, atol=TOLERANCE, rtol=0)
+    top = theirs.topk(2)
+    assert (top.values[:, 0] - top.values[:, 1] > 2 * (ours - wanted).abs().max()).all()
+    assert top.indices[:, 0].tolist() == list(turn.token_ids)
+
+
 def test_empty_heads(tiny_model: Factory, conversation: Callable[..., Conversation]) -> None:
     talk = conversation(tiny_model())
     talk.context(random_ids(20, 4), "replay+model+plain:sinks=0,recent=0")
@@ -339,17 +469,8 @@ def run_default(talk: Conversation) -> None:
 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, change: Callable[[RaggedLayer], RaggedLayer]) -> None:
-    load = ChainLoader.load
-
-    def tampered(self: ChainLoader, *args: Any, **kwargs: Any) -> Any:
-        chain = load(self, *args, **kwargs)
-        nodes = tuple(
-            replace(node, cache=replace(node.cache, layers=tuple(map(change, node.cache.layers))))
-            for node in chain.nodes
-        )
-        return replace(chain, nodes=nodes)
-
-    monkeypatch.setattr(ChainLoader, "load", tampered)
+    read = opening.read_layers
+    monkeypatch.setattr(opening, "read_layers", lambda reader: map(change, read(reader)))
 
 
 def test_fault_off_by_one_position(
@@ -370,7 +491,7 @@ def test_fault_position_counts_kept_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def kept(self: Sequence) -> int:
-        return self.chain.nodes[0].cache.layers[0].keys.shape[0] // 2 + self.forwarded
+        return self.chain.entries_per_head + self.forwarded
 
     monkeypatch.setattr(Sequence, "first_position", property(kept))
     with pytest.raises(AssertionError):

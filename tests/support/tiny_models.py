@@ -12,8 +12,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -34,6 +36,18 @@ CONFIGS = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "gemma3_text": Gemma3TextConfig,
+    "phi3": Phi3Config,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    # Sliding, full, sliding, …; logits scaled otherwise than by the head's dimension.
+    "gemma3_text": {
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 4,
+    },
+    # Its own default lies beyond a tiny vocabulary.
+    "phi3": {"pad_token_id": 0},
 }
 
 
@@ -76,7 +90,7 @@ def make_model(
         head_dim=head_dim,
         max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,
-        **extra,
+        **(DEFAULTS.get(family, {}) | extra),
     )
     check_supported(config)
     model = AutoModelForCausalLM.from_config(
@@ -87,6 +101,8 @@ def make_model(
             if weight.dim() == 2:
                 gain = 3.0 if "q_proj" in name or "k_proj" in name else 1.5
                 weight.normal_(0, gain / weight.shape[1] ** 0.5)
+            if "qkv_proj" in name:
+                weight[: (num_q_heads + num_kv_heads) * head_dim] *= 2
     spec = spec_of(
         config,
         name=f"tiny-{family}",

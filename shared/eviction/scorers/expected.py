@@ -10,7 +10,7 @@ from torch import Tensor
 
 from criticalkv.shared.eviction.context_layer import ContextLayer, Rotation
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scorers.rotary import turn_half
+from criticalkv.shared.eviction.scorers.rotary import turned
 from criticalkv.shared.eviction.scores import LayerScores, finite
 
 COLUMNS = 4096
@@ -69,7 +69,8 @@ class Future:
         """Take mean and covariance of the queries before RoPE, without the first `sinks`
         tokens, and rotate both by the mean rotation of the next `future` positions."""
         end = layer.first_position + layer.n
-        turn = _mean_rotation(rotation, torch.arange(end, end + policy.future))
+        coming = torch.arange(end, end + policy.future)
+        turn = _mean_rotation(rotation, coming, layer.queries.shape[2])
         mean = _mean(_before_rotation(policy, layer, rotation))
         grouped = (layer.keys.shape[0], layer.group_size)
         covariance = None
@@ -110,9 +111,10 @@ def _before_rotation(policy: Policy, layer: ContextLayer, rotation: Rotation) ->
     for block in queries.split(QUERIES, dim=1):
         end = begin + block.shape[1]
         cos, sin = rotation(torch.arange(begin, end, device=block.device))
-        block, begin = block.float(), end
+        begin = end
         # cos and sin may carry a factor of the RoPE variant (yarn): divide by its square.
-        yield (block * cos - turn_half(block) * sin) / (cos.square() + sin.square())
+        square = cos.square() + sin.square()
+        yield turned(block.float(), cos / square, -sin / square)
 
 
 def _mean(blocks: Iterator[Tensor]) -> Tensor:
@@ -131,11 +133,10 @@ def _spread(blocks: Iterator[Tensor], mean: Tensor) -> Tensor:
     return total / count
 
 
-def _mean_rotation(rotation: Rotation, positions: Tensor) -> Tensor:
+def _mean_rotation(rotation: Rotation, positions: Tensor, head_dim: int) -> Tensor:
     """Mean over positions of RoPE's matrix, its factor included, fp32 [head_dim, head_dim]."""
     cos, sin = (part.mean(0) for part in rotation(positions))
-    identity = torch.eye(cos.shape[0], device=cos.device)
-    return (identity * cos + turn_half(identity) * sin).T
+    return turned(torch.eye(head_dim, device=cos.device), cos, sin).T
 
 
 def _dense(ragged: Tensor, cu: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from criticalkv.shared.eviction.context_layer import Rotation
 
 
 class Turn(NamedTuple):
-    """A change of position: cos and sin fp32 [head_dim], or [count, head_dim] of many."""
+    """A change of position: cos and sin fp32 [rotary_dim], or [count, rotary_dim] of many."""
 
     cos: Tensor
     sin: Tensor
@@ -22,7 +22,7 @@ class Turn(NamedTuple):
 
         Args:
             steps: int64 [count], ≥ 0.
-            rotation: the model's RoPE. What is turned carries its factor (yarn) already.
+            rotation: the layer's RoPE. What is turned carries its factor (yarn) already.
         """
         cos, sin = rotation(steps)
         factor = (cos.square() + sin.square()).sqrt()
@@ -30,8 +30,21 @@ class Turn(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Turn [heads, count, head_dim] after RoPE; fp32, shaped as x."""
-        x = x.float()
-        return x * self.cos + turn_half(x) * self.sin
+        return turned(x.float(), self.cos, self.sin)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first rotary_dim dimensions of x as RoPE does; the others stay.
+
+    Args:
+        x: [..., head_dim].
+        cos: broadcastable to [..., rotary_dim], rotary_dim ≤ head_dim.
+        sin: like cos.
+    """
+    width = cos.shape[-1]
+    rotary = x[..., :width]
+    rotary = rotary * cos + turn_half(rotary) * sin
+    return rotary if width == x.shape[-1] else torch.cat([rotary, x[..., width:]], dim=-1)
 
 
 def turn_half(x: Tensor) -> Tensor:

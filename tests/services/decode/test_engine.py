@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from criticalkv.services.decode import engine as engine_module
+from criticalkv.services.decode import publication as publication_module
 from criticalkv.services.decode import sequence as sequence_module
 from criticalkv.services.local import LocalEngine
 from criticalkv.services.local.memory_store import MemoryStore
@@ -293,7 +294,7 @@ def test_any_error_with_one_token_ends_that_request_only(
         raise ValueError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sequence_module.Sampler, "choose", broken)
+        patch.setattr(sequence_module.Sequence, "take", broken)
         with pytest.raises(CriticalKVError, match="ValueError"):
             list(local.decode.generate(request()))
     assert isinstance(list(local.decode.generate(request()))[-1], DecodeEnd)
@@ -320,7 +321,7 @@ def test_any_publishing_error_is_reported_with_the_answer(
     def broken(*_: Any, **__: Any) -> Any:
         raise ValueError("planted")
 
-    monkeypatch.setattr(engine_module, "publish_cache", broken)
+    monkeypatch.setattr(publication_module, "publish_cache", broken)
     end = list(local.decode.generate(request()))[-1]
     assert isinstance(end, DecodeEnd)
     assert end.publish_error == "publishing failed: ValueError"
@@ -337,7 +338,7 @@ def test_hanging_publications_do_not_keep_new_requests_waiting(
         release.wait(30)
         raise ValueError("planted")
 
-    monkeypatch.setattr(engine_module, "publish_cache", hanging)
+    monkeypatch.setattr(publication_module, "publish_cache", hanging)
     with LocalEngine(tiny_model(), decode=DecodeConfig(max_num_seqs=8)) as local:
         events: queue.Queue[Any] = queue.Queue()
         for _ in range(4):

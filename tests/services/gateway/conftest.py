@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -74,6 +75,12 @@ class ScriptedWorkers:
     fail_prefill: list[Exception] = field(default_factory=list)
     fail_decode: list[Exception] = field(default_factory=list)
     fail_after: int | None = None
+    fail_with: Exception = field(
+        default_factory=lambda: RuntimeError("the secret text of a worker's failure")
+    )
+    cut_after: int | None = None
+    start_fields: dict[str, Any] = field(default_factory=dict)
+    end_fields: dict[str, Any] = field(default_factory=dict)
     before_decode: list[Callable[[], None]] = field(default_factory=list)
     open_decodes: int = 0
     cancelled_prefills: int = 0
@@ -106,24 +113,46 @@ class ScriptedWorkers:
                 await asyncio.to_thread(self.before_decode.pop(0))
             if self.fail_decode:
                 raise self.fail_decode.pop(0)
-            ancestors, view, position = await asyncio.to_thread(self._chain, request)
-            yield DecodeStart(
-                replica="r1",
-                bytes_pulled=10,
-                cached_tokens=position,
-                tier=min(view, key=Decimal, default="1"),
-                retained_fraction=0.5,
-                store_ms=1.0,
-            )
-            text = self.say(request)
-            for i, character in enumerate(text):
-                if i == self.fail_after:
-                    raise RuntimeError("the secret text of a worker's failure")
-                await asyncio.sleep(self.token_delay)
-                yield _delta(character, request)
-            yield await asyncio.to_thread(self._end, request, text, ancestors, view, position)
+            chain = await asyncio.to_thread(self._chain, request)
+            async with aclosing(self._choices(request, *chain)) as events:
+                async for event in events:
+                    yield event
         finally:
             self.open_decodes -= 1
+
+    async def _choices(
+        self,
+        request: DecodeRequest,
+        ancestors: tuple[str, ...],
+        view: tuple[str, ...],
+        position: int,
+    ) -> AsyncGenerator[Event, None]:
+        """Say every choice's text, a character of each in turn."""
+        runs = dict(enumerate(_runs(request)))
+        for choice in runs:
+            start = {
+                "replica": "r1", "bytes_pulled": 10, "cached_tokens": position,
+                "tier": min(view, key=Decimal, default="1"), "retained_fraction": 0.5,
+                "store_ms": 1.0, "choice": choice, **self.start_fields,
+            }  # fmt: skip
+            yield DecodeStart.model_validate(start)
+        for i in itertools.count():
+            if i == self.cut_after:
+                return
+            for choice, run in list(runs.items()):
+                text = self.say(run)
+                if i == len(text):
+                    del runs[choice]
+                    yield await asyncio.to_thread(
+                        self._end, run, text, ancestors, view, position, choice
+                    )
+                    continue
+                if i == self.fail_after:
+                    raise self.fail_with
+                await asyncio.sleep(self.token_delay)
+                yield _delta(text[i], run, choice)
+            if not runs:
+                return
 
     def _chain(self, request: DecodeRequest) -> tuple[tuple[str, ...], tuple[str, ...], int]:
         if request.parent is None:
@@ -185,6 +214,7 @@ class ScriptedWorkers:
         ancestors: tuple[str, ...],
         view: tuple[str, ...],
         position: int,
+        choice: int,
     ) -> DecodeEnd:
         new = self.template.encode_content(text)
         ids = (*request.token_ids, *new)
@@ -210,6 +240,8 @@ class ScriptedWorkers:
                 "view": view,
                 "node_id": identity.node_id if published else None,
                 "publish_error": self.publish_error,
+                "choice": choice,
+                **self.end_fields,
             }
         )
 
@@ -262,10 +294,19 @@ class ScriptedWorkers:
             ).manifest
 
 
-def _delta(character: str, request: DecodeRequest) -> DecodeDelta:
+def _runs(request: DecodeRequest) -> list[DecodeRequest]:
+    """Return one request per choice, each with its own seed."""
+    sampling = request.sampling
+    seeds = (sampling.seed, *request.branch_seeds)
+    samplings = [sampling.model_copy(update={"seed": seed}) for seed in seeds]
+    return [request.model_copy(update={"sampling": s}) for s in samplings]
+
+
+def _delta(character: str, request: DecodeRequest, choice: int) -> DecodeDelta:
     token = TokenLogprob(token_id=1, token=character, logprob=-0.5, top=((character, -0.5),))
     wanted = request.sampling.logprobs is not None
-    return DecodeDelta(text=character, token_ids=(1,), logprobs=(token,) if wanted else ())
+    logprobs = (token,) if wanted else ()
+    return DecodeDelta(choice=choice, text=character, token_ids=(1,), logprobs=logprobs)
 
 
 @dataclass

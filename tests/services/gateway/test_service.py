@@ -164,7 +164,7 @@ def test_a_client_that_leaves_frees_its_decode(gateway: Any, stream: bool) -> No
     ):
         lines = answer.iter_lines()  # kept: dropping it would close the connection
         next(lines)
-        assert gateway.workers.open_decodes == 2
+        assert gateway.workers.open_decodes == 1
     assert eventually(lambda: gateway.workers.open_decodes == 0)
     assert eventually(lambda: gateway.core.metrics.running._value.get() == 0)
 

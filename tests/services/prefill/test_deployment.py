@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from criticalkv.services.prefill.deployment import Prefill
+from criticalkv.services.prefill.waiting import Waiting
 from criticalkv.shared.errors import DeadlineError
 from criticalkv.shared.requests import PrefillRequest
 
@@ -20,6 +21,13 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[PrefillRequest] = []
         self.go = threading.Event()
+        self.waiting = Waiting()
+
+    def accepted(self, request: PrefillRequest) -> Any:
+        return self.waiting.accepted(len(request.token_ids))
+
+    def load(self) -> Any:
+        return self.waiting.numbers()
 
     def run(self, request: PrefillRequest, _: threading.Event) -> Any:
         self.asked.append(request)

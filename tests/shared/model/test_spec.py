@@ -12,9 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
@@ -103,6 +105,31 @@ def test_length_dependent_rope_is_refused(rope: str) -> None:
         check_supported(config)
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_length_dependent_rope_of_one_layer_type_is_refused(rope: str, kind: str) -> None:
+    config = Gemma3TextConfig()
+    check_supported(config)
+    config.rope_parameters[kind] = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match=rope):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_phi3_long_rope_is_refused(name: str) -> None:
+    """Older files call it "su" or "yarn"."""
+    check_supported(Phi3Config(pad_token_id=0))
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    long = Phi3Config(pad_token_id=0, rope_scaling={"type": name, **factors})
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        check_supported(long)
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="bidirectional"):
+        check_supported(Gemma3TextConfig(use_bidirectional_attention=True))
+
+
 def test_sliding_windows_are_per_layer() -> None:
     assert sliding_windows(MistralConfig(num_hidden_layers=2, sliding_window=7)) == (7, 7)
     assert sliding_windows(LlamaConfig(num_hidden_layers=2)) == (None, None)
@@ -110,6 +137,9 @@ def test_sliding_windows_are_per_layer() -> None:
         num_hidden_layers=3, use_sliding_window=True, sliding_window=9, max_window_layers=2
     )
     assert sliding_windows(mixed) == (None, None, 9)
+    gemma = Gemma3TextConfig(num_hidden_layers=3, sliding_window=9, sliding_window_pattern=2)
+    assert sliding_windows(gemma) == (9, None, 9)
+    assert sliding_windows(Phi3Config(num_hidden_layers=2, sliding_window=7)) == (7, 7)
 
 
 def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

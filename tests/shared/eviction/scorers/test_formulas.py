@@ -504,15 +504,15 @@ def test_coming_queries_are_read_block_by_block(monkeypatch: pytest.MonkeyPatch)
     """Mean and covariance never hold all queries in fp32."""
     module = importlib.import_module("criticalkv.shared.eviction.scorers.expected")
     seen: list[int] = []
-    turn_half = module.turn_half
+    turned = module.turned
 
-    def noting(x: Tensor) -> Tensor:
+    def noting(x: Tensor, *more: Tensor) -> Tensor:
         seen.append(x.shape[1])
-        return turn_half(x)
+        return turned(x, *more)
 
     layer = layer_of(23)
     whole = score(policy_of("expected"), layer).attention
-    monkeypatch.setattr(module, "turn_half", noting)
+    monkeypatch.setattr(module, "turned", noting)
     monkeypatch.setattr(module, "QUERIES", 5)
     torch.testing.assert_close(score(policy_of("expected"), layer).attention, whole)
     queries = [count for count in seen if count != DIM]  # the others turn the mean rotation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def rotated(rope: str, first: int) -> tuple[torch.Tensor, ContextLayer]:
     model = make_model(rope_parameters=ROPES[rope])
     torch.manual_seed(3)
     queries, keys = torch.randn(4, 9, 16), torch.randn(2, 9, 16)
-    cos, sin = model.rotation(torch.arange(first, first + 9))
+    cos, sin = model.rotation(0, torch.arange(first, first + 9))
     turned = apply_rotary_pos_emb(queries[None], keys[None], cos[None], sin[None])
     values, w_o = torch.randn(2, 9, 16), torch.randn(48, 64)
     layer = ContextLayer(
@@ -44,7 +45,7 @@ def rotated(rope: str, first: int) -> tuple[torch.Tensor, ContextLayer]:
         w_o=w_o,
         scaling=SCALING,
         first_position=first,
-        rotation=model.rotation,
+        rotation=partial(model.rotation, 0),
     )
     return queries, layer
 

@@ -1,0 +1,127 @@
+"""Attention of one flattened step: every sequence sees its own view of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from criticalkv.kernels import ops
+from criticalkv.services.decode.pages import Ints, Pages
+from criticalkv.services.decode.stepwise_kv import StepwiseKV
+from criticalkv.services.decode.turn_kv import TurnKV
+from criticalkv.shared.model.attention import LayerCall
+
+SequenceKV = TurnKV | StepwiseKV
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one sequence runs in a step.
+
+    Attributes:
+        kv: its KV; of a StepwiseKV no more tokens than its piece has left.
+        token_ids: its next tokens.
+        first_position: original position of the first of them.
+        check: called while a layer of its chain is not there yet; may raise to stop.
+    """
+
+    kv: SequenceKV
+    token_ids: Sequence[int]
+    first_position: int
+    check: Callable[[], None]
+
+
+class BatchPlan:
+    """AttentionPlan of a step. The members over pages come first.
+
+    Args:
+        pages: the pool's memory.
+        members: at least one, see `ordered`.
+        device: of the model.
+    """
+
+    def __init__(self, pages: Pages, members: Sequence[Member], device: torch.device) -> None:
+        self._pages = pages
+        self._paged = [m for m in members if isinstance(m.kv, TurnKV)]
+        self._stepwise = [m for m in members if isinstance(m.kv, StepwiseKV)]
+        self._counts = [len(m.token_ids) for m in members]
+        self.token_ids = torch.tensor([t for m in members for t in m.token_ids]).to(device)
+        self.positions = _positions(members).to(device)
+        self._waiting = [
+            (view.node, m.check)
+            for m in self._paged
+            for view in _turn(m).views
+            if not view.node.is_complete
+        ]
+        if self._paged:
+            self._prepare(device)
+
+    @staticmethod
+    def ordered(members: Sequence[Member]) -> list[int]:
+        """Return the order in which a plan wants its members."""
+        return sorted(range(len(members)), key=lambda i: isinstance(members[i].kv, StepwiseKV))
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See AttentionPlan."""
+        paged = self._counts[: len(self._paged)]
+        first, *rest = call.split([sum(paged), *self._counts[len(paged) :]])
+        outs = [self._attend_paged(first)] if paged else []
+        for member, own in zip(self._stepwise, rest, strict=True):
+            outs.append(member.kv.attend(own))  # type: ignore[union-attr]
+        return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
+
+    def _prepare(self, device: torch.device) -> None:
+        turns = [_turn(m) for m in self._paged]
+        counts = self._counts[: len(turns)]
+        self._query_cu = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        rows = [turn.append(n) for turn, n in zip(turns, counts, strict=True)]
+        self._rows = torch.from_numpy(np.concatenate(rows, 1)).to(device)
+        self._tables = torch.from_numpy(_stacked([t.tables for t in turns])).to(device)
+        self._fills = torch.from_numpy(_stacked([t.fills for t in turns])).to(device)
+        own = self.positions[: sum(counts)]
+        self._query_positions = own.to(torch.int32)
+        self._entry_positions = self._query_positions.repeat_interleave(rows[0].shape[2])
+
+    def _attend_paged(self, call: LayerCall) -> Tensor:
+        for node, check in self._waiting:
+            node.wait_for(call.layer, check)
+        pages, layer = self._pages, call.layer
+        entries = (t.transpose(0, 1).flatten(0, 1) for t in (call.key, call.value))
+        pages.write(self._rows[layer].flatten(), *entries, self._entry_positions)
+        out, _ = ops.paged_attention(
+            call.query,
+            pages.keys,
+            pages.values,
+            self._tables[layer],
+            self._fills[layer],
+            self._query_cu,
+            scaling=call.scaling,
+            window=call.window,
+            position_pages=pages.positions,
+            query_positions=self._query_positions,
+        )
+        return out
+
+
+def _turn(member: Member) -> TurnKV:
+    assert isinstance(member.kv, TurnKV)
+    return member.kv
+
+
+def _positions(members: Sequence[Member]) -> Tensor:
+    return torch.cat(
+        [torch.arange(m.first_position, m.first_position + len(m.token_ids)) for m in members]
+    )
+
+
+def _stacked(tables: Sequence[Ints]) -> Ints:
+    """Put tables [layers, kv_heads, C_s] beside one another: [layers, S, kv_heads, max C]."""
+    layers, heads, _ = tables[0].shape
+    out = np.zeros((layers, len(tables), heads, max(t.shape[2] for t in tables)), np.int32)
+    for s, table in enumerate(tables):
+        out[:, s, :, : table.shape[2]] = table
+    return out

@@ -1,0 +1,246 @@
+"""From a request's chain to views of resident nodes: measure, admit, pull.
+
+Measuring reads manifests only, so that the room a sequence needs is known before any
+byte of KV is pulled. Admission takes pages for the nodes that are not in the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+import numpy as np
+
+from criticalkv.services.decode.pages import Pages
+from criticalkv.services.decode.resident import (
+    NodeView,
+    ResidentNode,
+    Residents,
+    lens_at,
+    pages_of,
+)
+from criticalkv.shared.cache.manifest import Manifest
+from criticalkv.shared.chain import check_chain, check_manifest, open_at, read_layers
+from criticalkv.shared.errors import CriticalKVError, NodeMissingError
+from criticalkv.shared.identity import NodeId
+from criticalkv.shared.model.spec import ModelSpec
+from criticalkv.shared.node_store import NodeStore
+
+log = logging.getLogger(__name__)
+
+Check = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class MeasuredChain:
+    """A chain's manifests and the tier to read each at, root first."""
+
+    manifests: tuple[Manifest, ...] = ()
+    view: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> tuple[NodeId, ...]:
+        """Node ids."""
+        return tuple(manifest.node_id for manifest in self.manifests)
+
+    @property
+    def next_position(self) -> int:
+        """Original position of the next token."""
+        return self.manifests[-1].next_position if self.manifests else 0
+
+    @property
+    def lowest_tier(self) -> str:
+        """The lowest tier of the view; "1" without nodes."""
+        return min(self.view, key=Decimal, default="1")
+
+    @property
+    def retained_fraction(self) -> float:
+        """Entries of the view ÷ entries of the untouched caches of all nodes."""
+        full = sum(manifest.full_entries for manifest in self.manifests)
+        return sum(self._entries()) / full if full else 1.0
+
+    @property
+    def entries_per_head(self) -> int:
+        """Entries of the view per head, rounded up from the mean."""
+        if not self.manifests:
+            return 0
+        heads = self.manifests[0].num_layers * self.manifests[0].num_kv_heads
+        return -(-sum(self._entries()) // heads)
+
+    def lowered(self, limit: str) -> MeasuredChain:
+        """Return the chain with no node above `limit`, as far as smaller tiers are stored."""
+        view = [_lowered(m, t, limit) for m, t in zip(self.manifests, self.view, strict=True)]
+        return MeasuredChain(self.manifests, tuple(view))
+
+    def lower_tiers(self, lowest: str) -> list[str]:
+        """Return the tiers, highest first, to which this chain can be lowered."""
+        low, high = Decimal(lowest), max(map(Decimal, self.view), default=Decimal(0))
+        stored = {tier for manifest in self.manifests for tier in manifest.tiers}
+        return sorted((t for t in stored if low <= Decimal(t) < high), key=Decimal, reverse=True)
+
+    def _entries(self) -> list[int]:
+        pairs = zip(self.manifests, self.view, strict=True)
+        return [m.tier_entries()[m.tier_index(tier)] for m, tier in pairs]
+
+
+def _lowered(manifest: Manifest, tier: str, limit: str) -> str:
+    fitting = [t for t in manifest.tiers if Decimal(t) <= Decimal(limit)]
+    return tier if Decimal(tier) <= Decimal(limit) or not fitting else fitting[-1]
+
+
+@dataclass(frozen=True)
+class OpenedChain:
+    """Views of a chain's nodes, and those of them that this sequence has to pull."""
+
+    views: tuple[NodeView, ...]
+    to_pull: tuple[ResidentNode, ...]
+
+    @property
+    def bytes_to_pull(self) -> int:
+        """Stored bytes of what is pulled."""
+        return sum(
+            node.manifest.tier_bytes()[node.manifest.tier_index(node.tier)] for node in self.to_pull
+        )
+
+
+class ChainOpener:
+    """Opens chains of one model."""
+
+    def __init__(
+        self, store: NodeStore, spec: ModelSpec, pages: Pages, residents: Residents
+    ) -> None:
+        self._store = store
+        self._spec = spec
+        self._pages = pages
+        self._residents = residents
+
+    def measure(
+        self, leaf: NodeId | None, salt: str, view: Sequence[str], check: Check
+    ) -> MeasuredChain:
+        """Return the manifests of the chain that ends in `leaf`.
+
+        Args:
+            leaf: last node, or None for an empty chain.
+            salt: the requester's salt; a node of another one is a miss.
+            view: exact tier to read each node at, root first, leaf last.
+            check: called before each node; may raise to stop.
+
+        Raises:
+            NodeMissingError: if a node is absent, of another model or tenant, or not
+                stored at its tier of the view.
+            ContextLengthError: if nothing can be added to the chain.
+        """
+        if leaf is None:
+            return MeasuredChain()
+        if not view:
+            raise NodeMissingError.of(leaf, "no view was given to read it at")
+        last = self._manifest(leaf, view[-1], salt)
+        if len(view) != len(last.ancestors) + 1:
+            raise NodeMissingError.of(leaf, "its chain and the wanted view differ in length")
+        manifests = []
+        for node_id, tier in zip(last.ancestors, view, strict=False):
+            check()
+            manifests.append(self._manifest(node_id, tier, salt))
+        check_chain([*manifests, last], self._spec)
+        return MeasuredChain((*manifests, last), tuple(view))
+
+    def pages_to_pull(self, chain: MeasuredChain) -> int:
+        """Pages that the chain needs beyond the nodes that are in the pool."""
+        pairs = zip(chain.manifests, chain.view, strict=True)
+        missing = [(m, t) for m, t in pairs if not self._residents.find(m.node_id, t)]
+        return sum(self._node_pages(manifest, tier) for manifest, tier in missing)
+
+    def pages_at_least(self, chain: MeasuredChain) -> int:
+        """Pages that the chain needs if nothing of it is in the pool."""
+        pairs = zip(chain.manifests, chain.view, strict=True)
+        return sum(self._node_pages(manifest, tier) for manifest, tier in pairs)
+
+    def has_room(self, chain: MeasuredChain, own: int) -> bool:
+        """Whether the chain and `own` pages more fit, at the expense of unused nodes only."""
+        pairs = zip(chain.manifests, chain.view, strict=True)
+        found = [self._residents.find(m.node_id, t) for m, t in pairs]
+        kept = sum(node.pages.size for node in found if node is not None and not node.users)
+        room = self._pages.free + self._residents.unused_pages - kept
+        return self.pages_to_pull(chain) + own <= room
+
+    def open(self, chain: MeasuredChain) -> OpenedChain | None:
+        """Take the nodes of a chain into use; None if the pool has no room for them."""
+        views, to_pull = [], []
+        for manifest, tier in zip(chain.manifests, chain.view, strict=True):
+            node = self._residents.find(manifest.node_id, tier)
+            if node is not None:
+                self._residents.use(node)
+            else:
+                node = self._new_node(manifest, tier)
+                if node is None:
+                    self._undo(views, to_pull)
+                    return None
+                to_pull.append(node)
+            views.append(NodeView(node, tier))
+        # The largest last: its first layers can be used while the others come.
+        return OpenedChain(tuple(views), tuple(sorted(to_pull, key=lambda n: n.pages.size)))
+
+    def pull(self, nodes: Sequence[ResidentNode], check: Check) -> None:
+        """Read nodes from the store into their pages, layer by layer.
+
+        Every node ends complete or failed; who waits for one is told.
+
+        Raises:
+            CriticalKVError: what ended the first pull that failed.
+        """
+        error: CriticalKVError | None = None
+        for node in nodes:
+            try:
+                if error is not None:
+                    raise error
+                self._pull(node, check)
+            except CriticalKVError as failure:
+                error = failure
+                node.failed(failure)
+            except Exception as failure:
+                log.exception("a node could not be pulled")
+                error = CriticalKVError(f"pulling a node failed: {type(failure).__name__}")
+                node.failed(error)
+        if error is not None:
+            raise error
+
+    def _pull(self, node: ResidentNode, check: Check) -> None:
+        node_id, device = node.manifest.node_id, self._pages.keys.device
+        with open_at(self._store, node_id, node.tier) as reader:
+            if not np.array_equal(lens_at(reader.manifest, node.tier), node.lens):
+                # Another writer's low bits chose other entries since it was measured.
+                raise NodeMissingError.of(node_id, "it was replaced while it was opened")
+            for index, layer in enumerate(read_layers(reader)):
+                check()
+                parts = (layer.keys.to(device), layer.values.to(device), layer.positions.to(device))
+                self._pages.write(node.rows(index).to(device), *parts)
+                node.arrived(index + 1)
+
+    def _new_node(self, manifest: Manifest, tier: str) -> ResidentNode | None:
+        pages = self._residents.take(self._node_pages(manifest, tier))
+        if pages is None:
+            return None
+        node = ResidentNode(manifest, tier, self._pages.page_size, pages)
+        self._residents.add(node)
+        return node
+
+    def _undo(self, views: list[NodeView], to_pull: list[ResidentNode]) -> None:
+        for view in views:
+            if view.node in to_pull:
+                view.node.failed(CriticalKVError("the pool is full"))
+            self._residents.leave(view.node)
+
+    def _manifest(self, node_id: NodeId, tier: str, salt: str) -> Manifest:
+        node = self._residents.find(node_id, tier)
+        if node is not None:
+            manifest = node.manifest
+        else:
+            with open_at(self._store, node_id, tier, layers=range(0)) as reader:
+                manifest = reader.manifest
+        check_manifest(manifest, self._spec, salt)
+        return manifest
+
+    def _node_pages(self, manifest: Manifest, tier: str) -> int:
+        return int(pages_of(lens_at(manifest, tier), self._pages.page_size).sum())

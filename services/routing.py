@@ -1,0 +1,143 @@
+"""Which decode replica gets a turn: one that holds its context, while that is fair.
+
+A hint, never needed for correctness: a replica that does not hold a node pulls it from
+the store. Runs in the processes that hold Serve handles, pickled by value: imports
+nothing of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ray.serve._private.common import ReplicaID, RequestMetadata
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
+
+REMEMBERED = 4096  # nodes whose last replica is remembered here
+
+
+class ResidentRouter(PowerOfTwoChoicesRequestRouter):
+    """Serve's own router, with a preference in front.
+
+    A request's nodes are `parent` and `ancestors_hint` of its first argument, a replica's
+    are `nodes` in its routing stats. Stats lag behind, so where a node was last sent counts
+    too. Without either this is Serve's own router.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Take the settings; called once by Serve.
+
+        Args:
+            slack: by how many requests a preferred replica may exceed the least loaded.
+        """
+        self._slack: int = kwargs["slack"]
+        self._resident: dict[ReplicaID, frozenset[str]] = {}
+        self._sent: OrderedDict[str, ReplicaID] = OrderedDict()
+        self._preferring: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Note what each replica says it holds."""
+        super().update_replicas(replicas)
+        self._resident = {r.replica_id: _resident(r.routing_stats) for r in replicas}
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the preferred replicas, if any, and then those of Serve's own choice."""
+        preferred = await self._preferred(pending_request)
+        ranks: list[list[RunningReplica]] = await super().choose_replicas(
+            candidate_replicas, pending_request
+        )
+        task = asyncio.current_task()
+        if task is not None:
+            self._preferring.pop(task, None)
+            if preferred and pending_request is not None:
+                self._preferring[task] = pending_request
+        return [preferred, *ranks] if preferred else ranks
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        """Remember who got these nodes."""
+        super().on_request_routed(pending_request, replica_id, result)
+        for node in _nodes(pending_request):
+            self._sent[node] = replica_id
+            self._sent.move_to_end(node)
+        while len(self._sent) > REMEMBERED:
+            self._sent.popitem(last=False)
+
+    def _fulfill_next_pending_request(
+        self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
+    ) -> None:
+        """Give a preferred replica to the request that prefers it, else to the oldest."""
+        task = asyncio.current_task()
+        own = self._preferring.get(task) if task is not None else None
+        if own is None or own.future.done() or replica.replica_id not in self._holders(own):
+            super()._fulfill_next_pending_request(replica, request_metadata)
+            return
+        self._record_queue_wait_time(own)
+        own.future.set_result(replica)
+        self._remove_pending_request_from_indices(own)
+
+    async def _preferred(self, request: PendingRequest | None) -> list[RunningReplica]:
+        """Return the holders that are not too busy."""
+        holders = self._holders(request)
+        if not holders or len(self._replicas) < 2:
+            return []
+        # Who was just given a replica sends its request now, and so counts below.
+        await asyncio.sleep(0)
+        lengths = await self._lengths()
+        if not lengths:
+            return []
+        limit = min(lengths.values()) + self._slack
+        return [
+            replica
+            for key in holders
+            if (replica := self._replicas.get(key)) is not None
+            and lengths.get(key, limit + 1) <= limit
+            and lengths[key] < replica.max_ongoing_requests
+        ]
+
+    def _holders(self, request: PendingRequest | None) -> list[ReplicaID]:
+        """Return the replicas that hold the node nearest to the request's end."""
+        for node in _nodes(request) if request is not None else ():
+            sent = self._sent.get(node)
+            holders = [
+                key
+                for key in self._replicas
+                if key == sent or node in self._resident.get(key, frozenset())
+            ]
+            if holders:
+                return holders
+        return []
+
+    async def _lengths(self) -> dict[ReplicaID, int]:
+        """Return how many requests each replica has; ask those that are not known."""
+        cache = self._replica_queue_len_cache
+        unknown = [r for key, r in self._replicas.items() if cache.get(key) is None]
+        if unknown:
+            await self._probe_queue_lens(unknown, 0)
+        known = {key: cache.get(key) for key in self._replicas}
+        return {key: length for key, length in known.items() if length is not None}
+
+
+def _nodes(request: PendingRequest) -> Iterator[str]:
+    """Yield the request's nodes, from its end to the root."""
+    asked = request.args[0] if request.args else None
+    parent = getattr(asked, "parent", None)
+    if isinstance(parent, str):
+        yield parent
+        yield from reversed(getattr(asked, "ancestors_hint", ()))
+
+
+def _resident(stats: Any) -> frozenset[str]:
+    nodes = stats.get("nodes") if isinstance(stats, dict) else None
+    return frozenset(nodes) if isinstance(nodes, list | tuple) else frozenset()
