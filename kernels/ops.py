@@ -11,9 +11,14 @@ D is head_dim, which need not be D_model / num_q_heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from criticalkv.kernels import flash, reference
@@ -22,6 +27,8 @@ Norm = Literal["l1", "l2"]
 Reduction = Literal["mean", "sum", "max", "sumsq"]
 AttentionRows = reference.AttentionRows
 MIN_NORM = reference.MIN_NORM
+
+log = logging.getLogger(__name__)
 
 
 def value_norm(values: Tensor, w_o: Tensor, group_size: int, norm: Norm = "l1") -> Tensor:
@@ -374,7 +381,8 @@ def paged_attention(
         raise ValueError("tables, fills and query_cu are of different batches")
     if window is not None and (position_pages is None or query_positions is None):
         raise ValueError("a window needs position_pages and query_positions")
-    return reference.paged_attention(
+    kernel = _paged_attention(q, key_pages, value_pages, tables)
+    return kernel(
         q,
         key_pages,
         value_pages,
@@ -388,3 +396,44 @@ def paged_attention(
         query_positions=query_positions,
         return_lse=return_lse,
     )
+
+
+def _paged_attention(
+    q: Tensor, key_pages: Tensor, value_pages: Tensor, tables: Tensor
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return the fastest implementation for tensors of this device, dtype and layout."""
+    if q.is_cuda:
+        return _on_gpu() or reference.paged_attention
+    if q.dtype != torch.float32 or q.device.type != "cpu":
+        return reference.paged_attention
+    module = _on_cpu(q.shape[0] // tables.shape[1], q.shape[2])
+    if module is None or not module.applies(q, key_pages, value_pages):
+        return reference.paged_attention
+    kernel: Callable[..., tuple[Tensor, Tensor | None]] = module.paged_attention
+    return kernel
+
+
+@functools.cache
+def _on_gpu() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The Triton kernel, or None where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        log.warning("no triton: attention over pages runs in plain torch, much slower")
+        return None
+    from criticalkv.kernels import paged_attention_gpu
+
+    return paged_attention_gpu.paged_attention
+
+
+@functools.cache
+def _on_cpu(group_size: int, head_dim: int) -> ModuleType | None:
+    """The numba kernel, compiled for these heads, or None where that fails."""
+    try:
+        from criticalkv.kernels import paged_attention_cpu
+
+        if head_dim % paged_attention_cpu.LANES:
+            return None
+        paged_attention_cpu.warm_up(head_dim, group_size)
+    except Exception:  # of many kinds: no numba, no LLVM for this CPU, a broken cache
+        log.warning("attention over pages runs in plain torch, much slower", exc_info=True)
+        return None
+    return paged_attention_cpu

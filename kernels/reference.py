@@ -370,60 +370,52 @@ def paged_attention(
     query_positions: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (out [Hq, T, D], lse fp32 [Hq, T] or None): gather the pages, then as flat."""
-    heads, dim = tables.shape[1], q.shape[2]
-    outs, lses = [], []
-    for s, (begin, end) in enumerate(itertools.pairwise(query_cu.tolist())):
-        rows, lens = _page_rows(tables[s], fills[s], key_pages.shape[1])
-        own = end - begin if causal else 0
-        past, tail = _split_rows(rows, lens, own)
-        result = ragged_attention(
-            q[:, begin:end],
-            key_pages.flatten(0, 1)[past],
-            value_pages.flatten(0, 1)[past],
-            torch.tensor([0, *itertools.accumulate(n - own for n in lens)]),
-            key_pages.flatten(0, 1)[tail].view(heads, own, dim),
-            value_pages.flatten(0, 1)[tail].view(heads, own, dim),
-            scaling=scaling,
-            window=window,
-            prefix_positions=None if position_pages is None else position_pages.flatten()[past],
-            query_positions=None if query_positions is None else query_positions[begin:end],
-            tail_positions=query_positions[begin:end]
-            if query_positions is not None and own
-            else None
-            if query_positions is None
-            else query_positions[:0],
-            return_lse=return_lse,
-        )
-        outs.append(result[0])
-        lses.append(result[1])
-    return torch.cat(outs, 1), torch.cat(lses, 1) if return_lse else None  # type: ignore[arg-type]
+    """Return (out [Hq, T, D], lse fp32 [Hq, T] or None), gathering one head's pages at a time."""
+    heads, elements = tables.shape[1], _block_elements(q.device)
+    grouped = q.view(heads, q.shape[0] // heads, *q.shape[1:])
+    out = torch.empty(grouped.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(grouped.shape[:3], dtype=torch.float32, device=q.device)
+    for s, (first, last) in enumerate(itertools.pairwise(query_cu.tolist())):
+        own = last - first if causal else 0
+        for h in range(heads):
+            slots = _used_slots(tables[s, h], fills[s, h], key_pages.shape[1])
+            shared = slots.numel() - own
+            if shared < 0:
+                raise ValueError(f"a head has fewer entries than the {own} queries own")
+            keys = key_pages.flatten(0, 1).index_select(0, slots).float()
+            values = value_pages.flatten(0, 1).index_select(0, slots).float()
+            hidden = None
+            for a, b in _query_blocks(last - first, grouped.shape[1] * slots.numel(), elements):
+                begin, end = first + a, first + b
+                if window is not None:
+                    positions, queried = _need(position_pages, query_positions)
+                    seen = positions.flatten().index_select(0, slots)
+                    hidden = seen <= (queried[begin:end] - window)[:, None]
+                result = _attend(
+                    grouped[h, :, begin:end].float() * scaling,
+                    (keys[:shared], keys[shared:]),
+                    (values[:shared], values[shared:]),
+                    first=a,
+                    hidden=hidden,
+                    return_lse=return_lse,
+                )
+                out[h, :, begin:end] = result[0]
+                if result[1] is not None:
+                    lse[h, :, begin:end] = result[1]
+    return out.view(q.shape), lse.flatten(0, 1) if return_lse else None
 
 
-def _page_rows(tables: Tensor, fills: Tensor, page_size: int) -> tuple[Tensor, list[int]]:
-    """Return the flat slots of all heads' entries in order, and the heads' lengths."""
+def _used_slots(tables: Tensor, fills: Tensor, page_size: int) -> Tensor:
+    """Return the slots of one head's entries in order, page · page_size + slot, int64 [n]."""
     slots = torch.arange(page_size, device=tables.device)
-    used = slots < fills[..., None]
-    rows = tables[..., None].long() * page_size + slots
-    return rows[used], fills.sum(-1).tolist()
-
-
-def _split_rows(rows: Tensor, lens: list[int], own: int) -> tuple[Tensor, Tensor]:
-    """Cut off each head's last `own` entries."""
-    if any(n < own for n in lens):
-        raise ValueError(f"a head has fewer entries than the {own} queries own")
-    parts = rows.split(lens)
-    return (
-        torch.cat([part[: part.numel() - own] for part in parts]),
-        torch.cat([part[part.numel() - own :] for part in parts]),
-    )
+    return (tables[:, None].long() * page_size + slots)[slots < fills[:, None]]
 
 
 def _need(*positions: Tensor | None) -> list[Tensor]:
     """Return the positions that a sliding window compares, none missing."""
     given = [p for p in positions if p is not None]
     if len(given) < len(positions):
-        raise ValueError("a window needs prefix, query and tail positions")
+        raise ValueError("a window needs the positions of entries and queries")
     return given
 
 

@@ -99,11 +99,7 @@ def decode_deployment(config: Config) -> Deployment:
         max_ongoing_requests=decode.max_num_seqs,
         max_queued_requests=decode.max_queued,
         ray_actor_options=_actor(decode.num_cpus, decode.num_gpus, decode.threads),
-        request_router_config=RequestRouterConfig(
-            request_router_class=ResidentRouter,
-            request_router_kwargs={"slack": decode.routing_slack},
-            request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
-        ),
+        request_router_config=_routing(decode),
         **_replicas(decode.autoscaling, _decode_policy(decode)),
     )
 
@@ -116,6 +112,15 @@ def _deployment(config: Config, replica: Any, name: str, **options: Any) -> Depl
         name=name, graceful_shutdown_timeout_s=drain_s, **LIFECYCLE, **options
     )(replica)
     return made
+
+
+def _routing(decode: DecodeConfig) -> RequestRouterConfig:
+    settings: dict[str, Any] = {
+        "request_router_class": ResidentRouter,
+        "request_router_kwargs": {"slack": decode.routing_slack},
+        "request_routing_stats_period_s": ROUTING_STATS_PERIOD_S,
+    }
+    return RequestRouterConfig(**settings)
 
 
 def _decode_policy(decode: DecodeConfig) -> AutoscalingPolicy:

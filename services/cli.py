@@ -156,6 +156,26 @@ def ttft(
 
 
 @bench.command()
+def decode(
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
+        "decode.json"
+    ),
+    quick: Annotated[bool, typer.Option(help="Short contexts; not to be compared.")] = False,
+    threads: Annotated[int, typer.Option(help="Torch threads, for all sides.")] = 2,
+    config: ConfigFile = None,
+    model: Model = None,
+) -> None:
+    """Batched decode over ragged heads against transformers and our own full cache."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    from criticalkv.services.bench import decode as benchmark
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    report = benchmark.run(settings, quick=quick, threads=threads)
+    report.write(json)
+    _print(report)
+
+
+@bench.command()
 def eviction(
     json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
         "eviction.json"

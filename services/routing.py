@@ -8,7 +8,8 @@ nothing of ours.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,11 +41,16 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         self._resident: dict[ReplicaID, frozenset[str]] = {}
         self._sent: OrderedDict[str, ReplicaID] = OrderedDict()
         self._preferring: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
+        # Calls end in other threads, hence the lock.
+        self._lock = threading.Lock()
+        self._given: Counter[ReplicaID] = Counter()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Note what each replica says it holds."""
         super().update_replicas(replicas)
         self._resident = {r.replica_id: _resident(r.routing_stats) for r in replicas}
+        with self._lock:
+            self._given = Counter({k: n for k, n in self._given.items() if k in self._replicas})
 
     async def choose_replicas(
         self,
@@ -62,6 +68,26 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
             if preferred and pending_request is not None:
                 self._preferring[task] = pending_request
         return [preferred, *ranks] if preferred else ranks
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        replica: RunningReplica = await super()._choose_replica_for_request(
+            pending_request, is_retry=is_retry
+        )
+        self._count(replica.replica_id, 1)
+        return replica
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        """Correct Serve's count, but keep what is on its way: the replica cannot know it."""
+        with self._lock:
+            given = self._given[replica_id]
+        super().on_new_queue_len_info(replica_id, max(num_ongoing_requests, given))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Count down; Serve calls it once for each choice, however it ended."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._count(replica_id, -1)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
@@ -86,14 +112,19 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         self._record_queue_wait_time(own)
         own.future.set_result(replica)
         self._remove_pending_request_from_indices(own)
+        # Counted until the one who waits has woken up, and counts it itself.
+        self._count(replica.replica_id, 1)
+        self._event_loop.call_soon(self._count, replica.replica_id, -1)
+
+    def _count(self, replica_id: ReplicaID, change: int) -> None:
+        with self._lock:
+            self._given[replica_id] = max(0, self._given[replica_id] + change)
 
     async def _preferred(self, request: PendingRequest | None) -> list[RunningReplica]:
         """Return the holders that are not too busy."""
         holders = self._holders(request)
         if not holders or len(self._replicas) < 2:
             return []
-        # Who was just given a replica sends its request now, and so counts below.
-        await asyncio.sleep(0)
         lengths = await self._lengths()
         if not lengths:
             return []
@@ -120,13 +151,21 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         return []
 
     async def _lengths(self) -> dict[ReplicaID, int]:
-        """Return how many requests each replica has; ask those that are not known."""
+        """Return how many requests each replica has; ask those that are not known.
+
+        Other handles' requests are in Serve's count only.
+        """
         cache = self._replica_queue_len_cache
         unknown = [r for key, r in self._replicas.items() if cache.get(key) is None]
         if unknown:
             await self._probe_queue_lens(unknown, 0)
-        known = {key: cache.get(key) for key in self._replicas}
-        return {key: length for key, length in known.items() if length is not None}
+        with self._lock:
+            given = dict(self._given)
+        return {
+            key: max(length, given.get(key, 0))
+            for key in self._replicas
+            if (length := cache.get(key)) is not None
+        }
 
 
 def _nodes(request: PendingRequest) -> Iterator[str]:

@@ -8,14 +8,15 @@ that they report.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-ROUNDING = 1e-9  # 0.8 of 10 places are 8 requests, not a replica more
-Report = Mapping[str, float]
+ROUNDING = 1e-9  # what floats add to a demand starts no replica
+Report = dict[str, float]
+Demand = Callable[[list[Report], float], float]
 
 
 class DecodePolicy:
@@ -98,22 +99,27 @@ class PrefillPolicy:
         return (tokens + queued * mean) / self._tokens
 
 
-def wanted(context: AutoscalingContext, names: Iterable[str], demand: Any) -> int:
+def wanted(context: AutoscalingContext, names: tuple[str, ...], demand: Demand) -> int:
     """Turn a demand into a number of replicas within the bounds.
 
     While a replica has not told its load the number does not fall: what is not known
     is not idle. Without any replica it stays as it is; Serve itself begins anew from zero
     as soon as a request waits.
     """
-    low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-    target = context.target_num_replicas
+    target: int = context.target_num_replicas
     if not context.running_replicas:
-        return max(low, min(high, target))
-    reports = latest(context.raw_metrics or {}, context.running_replicas, tuple(names))
+        return _bounded(context, target)
+    reports = latest(context.raw_metrics or {}, context.running_replicas, names)
     queued = context.total_queued_requests or 0.0
     number = math.ceil(demand(reports, queued if math.isfinite(queued) else 0.0) - ROUNDING)
     if len(reports) < len(context.running_replicas):
         number = max(number, target)
+    return _bounded(context, number)
+
+
+def _bounded(context: AutoscalingContext, number: int) -> int:
+    low: int = context.capacity_adjusted_min_replicas
+    high: int = context.capacity_adjusted_max_replicas
     return max(low, min(high, number))
 
 
@@ -130,10 +136,8 @@ def latest(
     reports = []
     for replica in replicas:
         series = [metrics.get(name, {}).get(replica) for name in names]
-        if not all(series):
-            continue
         values = [float(points[-1].value) for points in series if points]
-        if all(map(math.isfinite, values)):
+        if len(values) == len(names) and all(map(math.isfinite, values)):
             reports.append(dict(zip(names, values, strict=True)))
     return reports
 

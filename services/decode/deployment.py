@@ -10,6 +10,7 @@ from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.shared.config import Config
 from criticalkv.shared.errors import CriticalKVError
 from criticalkv.shared.model.loader import load_model
+from criticalkv.shared.model.prepack import prepack
 from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart
 from criticalkv.shared.store_client import StoreClient
 from criticalkv.shared.telemetry import replica_name
@@ -24,6 +25,8 @@ class Decode:
     def __init__(self, config: Config) -> None:
         self._store = StoreClient.of(config.store)
         model = load_model(config.model, config.decode.threads)
+        if config.decode.prepack:
+            prepack(model)
         self._engine = DecodeEngine(model, self._store, config.decode, replica_name())
         self._engine.warm_up()
 

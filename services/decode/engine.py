@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -62,6 +63,7 @@ IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.005  # between tries when no running sequence has room
 PUBLISH_TIMEOUT_S = 30.0
 MAX_FAILED_STEPS = 3  # in a row; then the replica asks to be replaced
+STEPS_REMEMBERED = 256
 RATE_WINDOW_S = 10.0  # over which tokens per second are counted
 
 Event = DecodeStart | DecodeDelta | DecodeEnd
@@ -69,7 +71,11 @@ Message = Callable[[], None]
 
 
 class DecodeEngine:
-    """Decodes turns over stored chains."""
+    """Decodes turns over stored chains.
+
+    Attributes:
+        step_seconds: sequences in the batch and duration of the last steps.
+    """
 
     def __init__(
         self, model: LoadedModel, store: NodeStore, config: DecodeConfig, replica: str = "local"
@@ -94,6 +100,7 @@ class DecodeEngine:
         self._opening: list[Sequence] = []
         self._running: list[Sequence] = []
         self._generated: deque[tuple[float, int]] = deque()
+        self.step_seconds: deque[tuple[int, float]] = deque(maxlen=STEPS_REMEMBERED)
         self._load = DecodeLoad(self._pool_bytes, 0, 0, 0, 0, 0, 0, 0.0)
         self._failed_steps = 0
         self._closed = threading.Event()
@@ -145,6 +152,7 @@ class DecodeEngine:
             deadline = time.monotonic() + request.deadline_s
             arrival = next(self._arrivals)
             sequence = Sequence(request, emit, self._model, deadline, arrival, policy)
+            sequence.emit = _guarded_emit(emit, sequence.cancelled)
             self._live.add(sequence)
         self._reading.submit(self._guarded, sequence, lambda: self._measure(sequence))
         return sequence
@@ -236,51 +244,53 @@ class DecodeEngine:
         if needed > self._pages.total:
             raise PoolLimitError(
                 f"context and turn need {self._mib(needed)} MiB of KV; the decode pool has "
-                f"{self._mib(self._pages.total)}: read the context at a lower tier, ask for fewer "
-                "max_tokens, or raise decode.pool_mb"
+                f"{self._mib(self._pages.total)} MiB: read the context at a lower tier, ask for "
+                "fewer max_tokens, or raise decode.pool_mb"
             )
 
-    def _pull(self, sequence: Sequence, opened: OpenedChain) -> None:
-        """Bring what a sequence reads into the pool; it holds a slot meanwhile."""
+    def _pull(self, opened: OpenedChain) -> None:
+        """Bring the nodes that a sequence has to; whoever waits for them learns by them."""
+        try:
+            # Others may wait for these nodes: they come even if the sequence is given up.
+            self._opener.pull(opened.to_pull, self._check_not_closed)
+        finally:
+            for node in opened.to_pull:
+                self._residents.leave(node)
+
+    def _prepare(self, sequence: Sequence, opened: OpenedChain) -> None:
+        """Bring a sequence's nodes, and what its own pages begin with."""
         started = time.perf_counter()
         error: CriticalKVError | None = None
-
-        def check() -> None:
-            self._check_alive(sequence)
-
         try:
-            # Others may wait for these nodes: they come even if this sequence is given up.
-            self._opener.pull(opened.to_pull, self._check_not_closed)
-            for view in opened.views:
-                view.node.wait_for(self._model.spec.num_layers - 1, check)
-            self._fill_own(sequence, opened, check)
+            self._pull(opened)
+            if sequence.filling:
+                self._fill(sequence, opened, lambda: self._check_alive(sequence))
         except CriticalKVError as failure:
             error = failure
         except Exception as failure:
             log.exception("a chain could not be opened")
             error = CriticalKVError(f"decode failed: {type(failure).__name__}")
-        finally:
-            for node in opened.to_pull:
-                self._residents.leave(node)
         sequence.spent.store_s += time.perf_counter() - started
-        self._inbox.put(lambda: self._opened(sequence, error))
+        self._inbox.put(lambda: self._prepared(sequence, error))
 
-    def _fill_own(self, sequence: Sequence, opened: OpenedChain, check: Callable[[], None]) -> None:
+    def _fill(self, sequence: Sequence, opened: OpenedChain, check: Callable[[], None]) -> None:
         """Bring back what was swapped out, or copy the chain for a stepwise turn."""
         kv = sequence.kv
-        if isinstance(kv, TurnKV) and sequence.swapped is not None:
+        assert isinstance(kv, TurnKV)
+        if sequence.policy is not None:
+            for view in opened.views:
+                view.node.wait_for(self._model.spec.num_layers - 1, check)
+            chain = copied_chain(self._pages, opened.views)
+            ballast = kv.keep_own(kv.capacity)
+            sequence.kv = StepwiseKV(self._model, sequence.policy, chain, self._pages, ballast)
+            kv.close()
+        elif sequence.swapped is not None:
             cache = self._publication.read_back(sequence.swapped, check)
+            sequence.swapped = None
             if cache is None:
                 sequence.forwarded = 0  # its tokens run once more
             else:
                 kv.restore(cache)
-            sequence.swapped = None
-        elif sequence.policy is not None:
-            assert isinstance(kv, TurnKV)
-            ballast = kv.keep_own(kv.capacity)
-            chain = copied_chain(self._pages, opened.views)
-            sequence.kv = StepwiseKV(self._model, sequence.policy, chain, self._pages, ballast)
-            kv.close()
 
     def _close(self, sequence: Sequence) -> None:
         """Publish a finished turn and say so."""
@@ -363,7 +373,7 @@ class DecodeEngine:
             if sequence not in self._live:
                 return False
             self._live.remove(sequence)
-        if not sequence.is_opening:  # else the job that fills its pages still writes to them
+        if not sequence.filling:  # else a job still writes to its pages
             self._release(sequence)
         self._inbox.put(lambda: None)  # there may be room for another one
         return True
@@ -379,15 +389,24 @@ class DecodeEngine:
         progressed = True
         while not self._closed.is_set():
             idle = STALLED_WAIT_S if self._running else IDLE_WAIT_S
-            self._drain(block_s=0.0 if progressed else idle)
-            self._sweep()
-            self._retire()
-            self._admit()
-            self._load = self._measure_load()
-            progressed = bool(self._running) and self._step()
-        for sequence in self._running:
-            sequence.finish("cancelled")
+            try:
+                self._drain(block_s=0.0 if progressed else idle)
+                progressed = self._turn_over()
+            except Exception as error:  # the thread goes on, whatever goes wrong
+                log.exception("the decode step thread met an error")
+                self._step_failed(list(self._running), error)
+        for sequence in list(self._running):
+            sequence.cancelled.set()
         self._retire()
+
+    def _turn_over(self) -> bool:
+        """End, admit, step; return whether anybody ran."""
+        self._sweep()
+        self._retire()
+        self._poll()
+        self._admit()
+        self._load = self._measure_load()
+        return bool(self._running) and self._step()
 
     def _drain(self, block_s: float) -> None:
         """Do what jobs have left for this thread."""
@@ -404,19 +423,28 @@ class DecodeEngine:
             sequence.spent.waiting_since = time.perf_counter()
             self._waiting.add(sequence, first=first)
 
-    def _opened(self, sequence: Sequence, error: CriticalKVError | None) -> None:
-        """Take over a sequence whose chain is there, or did not come."""
-        if not sequence.is_opening:
-            return  # it ran while it was pulled, and met the error itself
-        sequence.is_opening = False
-        if sequence in self._opening:
-            self._opening.remove(sequence)
+    def _prepared(self, sequence: Sequence, error: CriticalKVError | None) -> None:
+        """Take over a sequence from the job that prepared it."""
+        sequence.filling = False
         if sequence not in self._live:
-            self._release(sequence)
-        elif error is not None:
-            self._fail(sequence, error)
-        else:
-            self._run(sequence)
+            return self._release(sequence)
+        if error is not None:
+            self._opening.remove(sequence)
+            return self._fail(sequence, error)
+        return None
+
+    def _poll(self) -> None:
+        """Run the sequences whose nodes have come, by whomever."""
+        for sequence in list(self._opening):
+            opened = sequence.opened
+            assert opened is not None
+            error = next((v.node.error for v in opened.views if v.node.error), None)
+            if error is not None and not sequence.filling:
+                self._opening.remove(sequence)
+                self._fail(sequence, error)
+            elif opened.is_complete and not sequence.filling:
+                self._opening.remove(sequence)
+                self._run(sequence)
 
     def _run(self, sequence: Sequence) -> None:
         self._tell_start(sequence)
@@ -431,7 +459,7 @@ class DecodeEngine:
                 self._check_alive(sequence)
             except CriticalKVError as error:
                 self._fail(sequence, error)
-                if sequence in self._opening:  # its slot is free, its pages are later
+                if sequence in self._opening:  # its slot is free; its pages may be later
                     self._opening.remove(sequence)
         for sequence in list(self._waiting):
             if sequence not in self._live:
@@ -439,6 +467,11 @@ class DecodeEngine:
 
     def _retire(self) -> None:
         for sequence in list(self._running):
+            if sequence.cancelled.is_set() and sequence.unborn:
+                # Its branches will never be: one error ends all choices.
+                self._running.remove(sequence)
+                self._fail(sequence, CancelledError("the request was cancelled"))
+                continue
             if sequence.cancelled.is_set():
                 sequence.finish("cancelled")
             if sequence.finish_reason is not None:
@@ -465,43 +498,48 @@ class DecodeEngine:
             if sequence is None or not self._open(sequence):
                 return
             self._waiting.remove(sequence)
+            if self._begin(sequence):
+                return
 
     def _open(self, sequence: Sequence) -> bool:
-        """Take pages for a sequence and start to pull; False if there is no room."""
+        """Take pages for a sequence; False if there is no room."""
         own = self._own_pages(sequence, len(sequence.tokens) + 1)
         chain = self._fitting(sequence, own)
-        opened = None if chain is None else self._opener.open(chain)
+        opened = None if chain is None else self._opener.open(chain, own)
         if chain is None or opened is None:
             return False
-        sequence.chain = chain
-        views = opened.views
-        kv = TurnKV(self._residents, self._pages, views, chain.next_position, self._heads)
+        sequence.chain, sequence.opened = chain, opened
+        position = chain.next_position
+        kv = TurnKV(self._residents, self._pages, opened.views, position, self._heads)
+        kv.grow(opened.own)
         sequence.kv = kv
-        pages = self._residents.take(own)
-        if pages is None:  # cannot be: nobody else takes pages
-            raise AssertionError("pages vanished between two looks at them")
-        kv.grow(pages)
-        for node in opened.to_pull:
-            self._residents.use(node)  # the job is a user, too: it may outlive the sequence
-        now = time.perf_counter()
-        sequence.spent.queue_s += now - sequence.spent.waiting_since
-        self._begin(sequence, opened)
+        sequence.spent.queue_s += time.perf_counter() - sequence.spent.waiting_since
+        sequence.start = sequence.start or self._start(sequence, opened.bytes_to_pull)
         return True
 
-    def _begin(self, sequence: Sequence, opened: OpenedChain) -> None:
-        bytes_pulled = opened.bytes_to_pull
-        sequence.start = sequence.start or self._start(sequence, bytes_pulled)
-        simple = sequence.swapped is None and sequence.policy is None
-        if simple and all(view.node.is_complete for view in opened.views):
-            return self._run(sequence)
-        if simple and not self._running and not self._opening:
-            # Nobody else runs: the question's first layers go while the others come.
+    def _begin(self, sequence: Sequence) -> bool:
+        """Pull what a sequence lacks; return whether it runs meanwhile, and then alone."""
+        opened = sequence.opened
+        assert opened is not None
+        sequence.filling = sequence.swapped is not None or sequence.policy is not None
+        for node in opened.to_pull:
+            self._residents.use(node)  # the job is a user, too: it may outlive the sequence
+        is_alone = not self._running and not self._opening
+        if opened.to_pull and not sequence.filling and is_alone:
+            # Nobody else waits: the question's first layers go while the others come.
+            self._reading.submit(self._quietly, opened)
             self._run(sequence)
+            return True
+        self._opening.append(sequence)
+        if opened.to_pull or sequence.filling:
+            self._reading.submit(self._prepare, sequence, opened)
         else:
-            self._opening.append(sequence)
-            sequence.is_opening = True
-        self._reading.submit(self._pull, sequence, opened)
-        return None
+            self._poll()
+        return False
+
+    def _quietly(self, opened: OpenedChain) -> None:
+        with suppress(CriticalKVError):  # who waits for the nodes has it already
+            self._pull(opened)
 
     def _start(self, sequence: Sequence, bytes_pulled: int) -> DecodeStart:
         chain, spent = sequence.chain, sequence.spent
@@ -531,7 +569,16 @@ class DecodeEngine:
         # A view never changes once it has been told.
         if lowest is not None and sequence.start is None:
             candidates += [chain.lowered(tier) for tier in chain.lower_tiers(lowest)]
-        return next((c for c in candidates if self._opener.has_room(c, own)), None)
+        end = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
+        most = self._pages.total - self._own_pages(sequence, end)
+        return next(
+            (
+                c
+                for c in candidates
+                if self._opener.pages_at_least(c) <= most and self._opener.has_room(c, own)
+            ),
+            None,
+        )
 
     def _own_pages(self, sequence: Sequence, tokens: int) -> int:
         """Pages for a turn's own tokens."""
@@ -564,6 +611,7 @@ class DecodeEngine:
             if isinstance(sequence.kv, StepwiseKV):
                 self._own_trouble(sequence, sequence.kv.end_step)
         self._sample(asking, logits)
+        self.step_seconds.append((len(planned), time.perf_counter() - now))
         return True
 
     def _plan(self) -> list[tuple[Sequence, int]]:
@@ -631,19 +679,17 @@ class DecodeEngine:
 
     def _step_failed(self, sequences: list[Sequence], error: Exception) -> None:
         if isinstance(error, CriticalKVError):
-            typed = error  # a chain that did not come; it ran alone
+            typed = error  # a chain that did not come, or was given up; it ran alone
         else:
             log.exception("decode step failed")
             self._failed_steps += 1
             typed = CriticalKVError(f"decode failed: {type(error).__name__}")
         for sequence in sequences:
-            self._running.remove(sequence)
-            self._fail(sequence, typed)
+            self._remove_failed(sequence, typed)
 
     def _sample(self, asking: list[Sequence], logits: Tensor) -> None:
         """Give every sequence whose tokens have all run its next one."""
-        asking = [s for s in asking if s in self._running]
-        pairs = [(s, row) for s, row in zip(asking, logits, strict=False)]
+        pairs = [(s, row) for s, row in zip(asking, logits, strict=True) if s in self._running]
         for sequence, row in list(pairs):
             pairs += [(branch, row) for branch in self._branches(sequence)]
         if not pairs:
@@ -734,6 +780,20 @@ class DecodeEngine:
             running=len(self._running),
             tokens_per_s=sum(n for t, n in self._generated if t >= since) / RATE_WINDOW_S,
         )
+
+
+def _guarded_emit(emit: Emit, cancelled: threading.Event) -> Emit:
+    """A listener that fails ends its own request, and nothing else."""
+
+    def guarded(event: Event | CriticalKVError) -> None:
+        try:
+            emit(event)
+        except Exception:
+            if not cancelled.is_set():
+                log.exception("nobody takes a request's events; it is cancelled")
+            cancelled.set()
+
+    return guarded
 
 
 def _next(events: queue.SimpleQueue[T], timeout_s: float) -> T:

@@ -13,7 +13,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from criticalkv.services.decode.pages import Pages
+from criticalkv.services.decode.pages import Ints, Pages
 from criticalkv.services.decode.resident import (
     NodeView,
     ResidentNode,
@@ -92,10 +92,22 @@ def _lowered(manifest: Manifest, tier: str, limit: str) -> str:
 
 @dataclass(frozen=True)
 class OpenedChain:
-    """Views of a chain's nodes, and those of them that this sequence has to pull."""
+    """What a sequence has taken.
+
+    Attributes:
+        views: its chain's nodes, root first.
+        to_pull: those of them that it has to bring.
+        own: pages for its own tokens.
+    """
 
     views: tuple[NodeView, ...]
     to_pull: tuple[ResidentNode, ...]
+    own: Ints
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all nodes are there."""
+        return all(view.node.is_complete for view in self.views)
 
     @property
     def bytes_to_pull(self) -> int:
@@ -165,22 +177,25 @@ class ChainOpener:
         room = self._pages.free + self._residents.unused_pages - kept
         return self.pages_to_pull(chain) + own <= room
 
-    def open(self, chain: MeasuredChain) -> OpenedChain | None:
-        """Take the nodes of a chain into use; None if the pool has no room for them."""
-        views, to_pull = [], []
-        for manifest, tier in zip(chain.manifests, chain.view, strict=True):
-            node = self._residents.find(manifest.node_id, tier)
-            if node is not None:
-                self._residents.use(node)
-            else:
-                node = self._new_node(manifest, tier)
-                if node is None:
-                    self._undo(views, to_pull)
-                    return None
-                to_pull.append(node)
-            views.append(NodeView(node, tier))
+    def open(self, chain: MeasuredChain, own: int) -> OpenedChain | None:
+        """Take a chain's nodes into use, and `own` pages more; None if there is no room."""
+        pairs = list(zip(chain.manifests, chain.view, strict=True))
+        # First all that are there: room for the others must not be made of them.
+        nodes = [self._residents.acquire(m.node_id, tier) for m, tier in pairs]
+        found = [node for node in nodes if node is not None]
+        pages = self._residents.take(own)
+        made: list[ResidentNode] = []
+        for at, (manifest, tier) in enumerate(pairs):
+            if pages is not None and nodes[at] is None:
+                nodes[at] = self._new_node(manifest, tier)
+                made += [node for node in nodes[at : at + 1] if node is not None]
+        if pages is None or None in nodes:
+            self._undo(found, made, pages)
+            return None
+        views = (NodeView(n, t) for n, (_, t) in zip(nodes, pairs, strict=True) if n is not None)
         # The largest last: its first layers can be used while the others come.
-        return OpenedChain(tuple(views), tuple(sorted(to_pull, key=lambda n: n.pages.size)))
+        made.sort(key=lambda node: node.pages.size)
+        return OpenedChain(tuple(views), tuple(made), pages)
 
     def pull(self, nodes: Sequence[ResidentNode], check: Check) -> None:
         """Read nodes from the store into their pages, layer by layer.
@@ -226,11 +241,15 @@ class ChainOpener:
         self._residents.add(node)
         return node
 
-    def _undo(self, views: list[NodeView], to_pull: list[ResidentNode]) -> None:
-        for view in views:
-            if view.node in to_pull:
-                view.node.failed(CriticalKVError("the pool is full"))
-            self._residents.leave(view.node)
+    def _undo(
+        self, found: Sequence[ResidentNode], made: Sequence[ResidentNode], pages: Ints | None
+    ) -> None:
+        for node in made:
+            node.failed(CriticalKVError("the pool is full"))
+        for node in (*found, *made):
+            self._residents.leave(node)
+        if pages is not None:
+            self._pages.give_back(pages)
 
     def _manifest(self, node_id: NodeId, tier: str, salt: str) -> Manifest:
         node = self._residents.find(node_id, tier)

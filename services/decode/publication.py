@@ -59,7 +59,8 @@ class Publication:
         kv, tokens = turn.kv, turn.published_tokens
         assert kv is not None
         cache = kv.own(len(tokens)) if isinstance(kv, TurnKV) else kv.own(tokens, check)
-        published = self._put(turn, cache, tokens, turn.pending_ids, turn.request.ttl_ms)
+        identity = self._identity(turn, tokens, turn.request.salt)
+        published = self._put(turn, identity, cache, tokens, turn.pending_ids, turn.request.ttl_ms)
         if isinstance(kv, TurnKV):
             self._keep(kv, published.manifest, len(tokens))
         return published.manifest.node_id, published.stored_bytes
@@ -91,8 +92,11 @@ class Publication:
 
     def _swapped(self, turn: Turn, cache: RaggedCache, tokens: Sequence[int]) -> NodeId | None:
         left_ms = 1e3 * max(0.0, turn.deadline - time.monotonic())
+        # A salt of its own: the turn that ends at these tokens is another node, with
+        # pending tokens and a life of its own.
+        identity = self._identity(turn, tokens, secrets.token_hex(32))
         try:
-            published = self._put(turn, cache, tokens, (), int(left_ms) + 1000)
+            published = self._put(turn, identity, cache, tokens, (), int(left_ms) + 1000)
         except CriticalKVError as error:
             log.warning("a turn could not be swapped out and runs again: %s", error)
             return None
@@ -101,6 +105,7 @@ class Publication:
     def _put(
         self,
         turn: Turn,
+        identity: Identity,
         cache: RaggedCache,
         tokens: Sequence[int],
         pending_ids: Sequence[int],
@@ -108,7 +113,7 @@ class Publication:
     ) -> Published:
         return publish_cache(
             self._store,
-            self._identity(turn, tokens),
+            identity,
             cache,
             token_ids=tokens,
             ancestors=turn.chain.ids,
@@ -120,14 +125,14 @@ class Publication:
             timeout_s=self._timeout_s,
         )
 
-    def _identity(self, turn: Turn, tokens: Sequence[int]) -> Identity:
+    def _identity(self, turn: Turn, tokens: Sequence[int], salt: str) -> Identity:
         spec, chain = self._spec, turn.chain
         return Identity(
             model_digest=spec.model_digest,
             tokenizer_digest=spec.tokenizer_digest,
             dtype=spec.dtype,
             policy=POLICY_DENSE if turn.policy is None else turn.policy.canonical(),
-            salt=turn.request.salt,
+            salt=salt,
             parent=chain.ids[-1] if chain.ids else None,
             view=chain.view,
             tokens=tokens_digest(tokens),

@@ -59,9 +59,9 @@ class ResidentNode:
         return self._layers == self.manifest.num_layers
 
     @property
-    def has_failed(self) -> bool:
-        """Whether it will never be complete."""
-        return self._error is not None
+    def error(self) -> CriticalKVError | None:
+        """Why it will never be complete."""
+        return self._error
 
     def rows(self, layer: int) -> Tensor:
         """Return the slots of a layer's entries, head after head; int64 [Σ len]."""
@@ -148,15 +148,23 @@ class Residents:
         """Return a node that holds `tier`, or is about to."""
         with self._lock:
             node = self._nodes.get(node_id)
-            if node is None or node.has_failed:
+            if node is None or node.error is not None:
                 return None
             manifest = node.manifest
             if tier not in manifest.tiers or Decimal(tier) > Decimal(node.tier):
                 return None
             return node
 
+    def acquire(self, node_id: NodeId, tier: str) -> ResidentNode | None:
+        """Return what `find` does, and count a user of it."""
+        with self._lock:  # in between, nobody may drop it
+            node = self.find(node_id, tier)
+            if node is not None:
+                self.use(node)
+            return node
+
     def use(self, node: ResidentNode) -> None:
-        """Count a user."""
+        """Count one more user of a node that has one."""
         with self._lock:
             node.users += 1
             if self._unused.get(node.manifest.node_id) is node:

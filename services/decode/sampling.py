@@ -37,17 +37,6 @@ class Sampler:
         self._sampling = sampling
         self._generator = torch.Generator().manual_seed(sampling.seed if seed is None else seed)
 
-    def choose(self, logits: Tensor) -> int:
-        """Return a token id for fp32 logits [vocab], on the CPU.
-
-        Raises:
-            NumericsError: if the logits are not finite.
-        """
-        (chosen,) = choose(logits[None], [self])
-        if isinstance(chosen, NumericsError):
-            raise chosen
-        return chosen
-
     def pick(self, row: Row) -> int:
         """Return a token id for finite logits [vocab]."""
         if self._sampling.temperature == 0:

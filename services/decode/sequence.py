@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from criticalkv.services.decode.batch import SequenceKV
-from criticalkv.services.decode.opening import MeasuredChain
+from criticalkv.services.decode.opening import MeasuredChain, OpenedChain
 from criticalkv.services.decode.sampling import Sampler
 from criticalkv.services.decode.text import StopMatch, TextStream
 from criticalkv.services.decode.token_bytes import TokenBytes
@@ -58,7 +58,8 @@ class Sequence:
         forwarded: tokens of the turn that have KV.
         swapped: node in the store that holds the KV of the first `forwarded` tokens.
         start: what was told when it began.
-        is_opening: whether a job beside the step thread writes to its KV.
+        opened: what it has taken; None before, and after it runs.
+        filling: a job beside the step thread writes to its KV.
     """
 
     request: DecodeRequest
@@ -74,7 +75,8 @@ class Sequence:
     forwarded: int = 0
     swapped: NodeId | None = None
     start: DecodeStart | None = None
-    is_opening: bool = False
+    opened: OpenedChain | None = None
+    filling: bool = False
     finish_reason: FinishReason | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.perf_counter)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from criticalkv.shared.config import ModelConfig, resolve_dtype
 from criticalkv.shared.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
@@ -93,7 +99,7 @@ def load_spec(config: ModelConfig, *, check_device: bool = True) -> ModelSpec:
     hf = _read_config(path)
     check_supported(hf)
     device = resolve_device(config.device) if check_device else _named_device(config.device)
-    return spec_of(
+    spec = spec_of(
         hf,
         name=config.name or (DEMO_NAME if config.path == "demo" else path.name),
         path=str(path),
@@ -102,6 +108,8 @@ def load_spec(config: ModelConfig, *, check_device: bool = True) -> ModelSpec:
         dtype=resolve_dtype(config.dtype, device),
         device=device,
     )
+    ends = (*spec.eos_token_ids, *_ends_of_turn(path))
+    return replace(spec, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
@@ -133,6 +141,23 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _ends_of_turn(path: Path) -> tuple[int, ...]:
+    """Some chat models (Phi-3) name the token that ends a turn for generation only."""
+    if not (path / "generation_config.json").exists():
+        return ()
+    try:
+        return _ids(GenerationConfig.from_pretrained(path).eos_token_id)
+    except (OSError, *UNREADABLE) as error:
+        raise ModelNotFoundError(
+            f"{path / 'generation_config.json'} cannot be read: {_one_line(error)}",
+            param="model.path",
+        ) from error
+
+
+def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    return tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or repr(error)
 
@@ -149,7 +174,6 @@ def spec_of(
 ) -> ModelSpec:
     """Read shapes from a transformers configuration."""
     heads = hf.num_attention_heads
-    eos = hf.eos_token_id
     return ModelSpec(
         name=name,
         path=path,
@@ -163,7 +187,7 @@ def spec_of(
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
         hidden_size=hf.hidden_size,
         max_positions=hf.max_position_embeddings,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+        eos_token_ids=_ids(hf.eos_token_id),
         sliding_windows=sliding_windows(hf),
     )
 

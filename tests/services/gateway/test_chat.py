@@ -115,6 +115,31 @@ def test_sampling_reaches_decode(gateway: Any) -> None:
     assert request.view == ("0.1",)
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, None),
+        ({"min_read_tier": 0.2}, "0.2"),
+        ({"min_read_tier": "0.10", "read_tier": 0.1}, "0.1"),
+        ({"min_read_tier": 0.05, "read_tier": 0.2}, "0.05"),
+    ],
+    ids=str,
+)
+def test_the_lowest_tier_to_read_at_reaches_decode(
+    gateway: Any, asked: dict[str, Any], expected: str | None
+) -> None:
+    assert gateway.chat(question(DOC), criticalkv=asked).status_code == 200
+    request = gateway.workers.decodes[0]
+    assert request.min_tier == expected
+    # What is wanted stays what it was.
+    assert request.view == (str(asked.get("read_tier", "0.4")),)
+
+
+def test_queue_time_is_told(gateway: Any) -> None:
+    gateway.workers.start_fields = {"queue_ms": 7.5}
+    assert gateway.chat(question()).json()["criticalkv"]["queue_ms"] == 7.5
+
+
 def test_temperature_is_one_and_the_seed_is_fresh_by_default(gateway: Any) -> None:
     for _ in range(2):
         gateway.client().chat.completions.create(model="tiny", messages=question())

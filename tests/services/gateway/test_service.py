@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from criticalkv.services.gateway import body
-from criticalkv.services.gateway.auth import Authenticator
+from criticalkv.services.gateway.auth import Authenticator, Tenant
 from criticalkv.shared.config import GatewayConfig
 from criticalkv.shared.errors import AuthenticationError, ConfigError
 
@@ -73,6 +73,13 @@ def test_keys_of_one_tenant_share_and_tenants_do_not(two_tenants: Any) -> None:
     assert cached[1] > 0
     first, second = two_tenants.workers.prefills
     assert first.salt != second.salt
+
+
+def test_decode_learns_the_tenant_by_a_stable_name_that_is_no_key(two_tenants: Any) -> None:
+    for key in ("key-a", "key-a2", "key-b"):
+        two_tenants.chat(ASK, headers=bearer(key))
+    names = [request.tenant for request in two_tenants.workers.decodes]
+    assert names == [Tenant("a").digest, Tenant("a").digest, Tenant("b").digest]
 
 
 def test_a_cache_salt_narrows_a_tenants_own_cache(gateway: Any) -> None:

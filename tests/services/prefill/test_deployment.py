@@ -26,8 +26,8 @@ class Engine:
     def accepted(self, request: PrefillRequest) -> Any:
         return self.waiting.accepted(len(request.token_ids))
 
-    def load(self) -> Any:
-        return self.waiting.numbers()
+    def load(self) -> dict[str, float]:
+        return dict(zip(("waiting", "waiting_tokens"), self.waiting.numbers(), strict=True))
 
     def run(self, request: PrefillRequest, _: threading.Event) -> Any:
         self.asked.append(request)
@@ -69,3 +69,21 @@ async def test_the_wait_for_a_place_counts(replica: Prefill) -> None:
     await asyncio.gather(first, in_time)
     assert len(engine.asked) == 2
     assert engine.asked[1].deadline_s < 60.0 - 0.1
+
+
+async def test_who_waits_for_a_place_is_told_to_scaling_and_who_left_is_not(
+    replica: Prefill,
+) -> None:
+    engine: Any = replica._engine
+    assert await replica.record_autoscaling_stats() == {"waiting": 0, "waiting_tokens": 0}
+    running = [asyncio.create_task(replica.run(asking(60.0))) for _ in range(3)]
+    while not engine.asked:
+        await asyncio.sleep(0.01)
+    assert await replica.record_autoscaling_stats() == {"waiting": 3, "waiting_tokens": 3}
+    running[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running[2]
+    assert await replica.record_autoscaling_stats() == {"waiting": 2, "waiting_tokens": 2}
+    engine.go.set()
+    await asyncio.gather(*running[:2])
+    assert await replica.record_autoscaling_stats() == {"waiting": 0, "waiting_tokens": 0}

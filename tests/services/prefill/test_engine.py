@@ -225,3 +225,15 @@ def test_a_missing_ancestor_is_a_miss(local: LocalEngine) -> None:
     local.store.delete(parent.node_id)
     with pytest.raises(NodeMissingError):
         local.generate(child, [65], max_tokens=1)
+
+
+def test_accepted_prefills_wait_until_they_end(local: LocalEngine) -> None:
+    engine = local.prefill
+    assert engine.load() == {"waiting": 0, "waiting_tokens": 0}
+    with engine.accepted(request(local)), engine.accepted(request(local)):
+        with engine.accepted(request(local, background=True)):
+            assert engine.load() == {"waiting": 2, "waiting_tokens": 2 * len(IDS)}
+        assert engine.waiting_tokens == 2 * len(IDS)
+    with pytest.raises(CancelledError), engine.accepted(request(local)):
+        raise CancelledError("cut")
+    assert engine.waiting_tokens == 0

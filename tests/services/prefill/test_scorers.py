@@ -17,11 +17,14 @@ import torch
 from criticalkv.services.local import LocalEngine
 from criticalkv.services.prefill import context_pass
 from criticalkv.services.prefill.context_pass import LayerPass
-from criticalkv.shared.cache.ragged import RaggedCache
+from criticalkv.services.prefill.own_scores import context_layer
+from criticalkv.shared.cache.ragged import RaggedCache, dense_layer
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.errors import NumericsError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scorers import SCORERS
+from criticalkv.shared.eviction.scorers.rotary import Turn
+from criticalkv.shared.model.attention import LayerCall, forward
 from criticalkv.shared.model.loader import LoadedModel
 
 Factory = Callable[..., LoadedModel]
@@ -49,6 +52,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 2,
     },
     "qwen3": {"family": "qwen3", "num_q_heads": 2},
+    "gemma3": {"family": "gemma3_text", "sliding_window": 8},
+    "phi3": {
+        "family": "phi3",
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
 }
 POLICIES = (
     "window+uniform+plain:window=6",
@@ -205,7 +213,7 @@ INDEPENDENT: dict[str, tuple[Score, set[int]]] = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama", "yarn", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "yarn", "qwen2", "qwen3", "gemma3", "phi3"])
 @pytest.mark.parametrize("text", INDEPENDENT)
 def test_keeps_what_an_independent_selection_keeps(
     text: str, model: str, engines: dict[str, LocalEngine], caught: list[LayerPass]
@@ -224,6 +232,43 @@ def test_keeps_what_an_independent_selection_keeps(
             for h in range(scores.shape[0]):
                 budget = max(len(forced), int(Fraction(tier) * n))
                 check_best(set(kept.head(h)[2].tolist()), scores[h], forced, budget)
+
+
+class Caught:
+    """AttentionPlan that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[LayerCall] = []
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        self.calls.append(call)
+        return torch.zeros_like(call.query)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+FIRST_LAYERS = {
+    **{name: MODELS[name] for name in ("llama", "yarn", "qwen3", "phi3")},
+    "gemma3, full": {"family": "gemma3_text", "layer_types": [FULL, SLIDING, FULL]},
+    "gemma3, sliding": {"family": "gemma3_text", "layer_types": [SLIDING, FULL, FULL]},
+}
+
+
+@pytest.mark.parametrize("name", FIRST_LAYERS)
+def test_a_scorer_turns_as_the_layer_does(name: str, tiny_model: Factory) -> None:
+    """The first layer's queries and keys at other positions, from the model itself."""
+    model = tiny_model(**FIRST_LAYERS[name])
+    here, there = Caught(), Caught()
+    nothing = torch.empty(0, dtype=torch.int64)
+    for plan, first in ((here, 0), (there, 700)):
+        positions = torch.arange(first, first + 70)
+        forward(model.model, torch.tensor(IDS[:70]), positions, plan, nothing)
+    call, later = here.calls[0], there.calls[0]
+    nobody = dense_layer(call.key[:, :0], call.value[:, :0], 0)
+    layer = context_layer(model, LayerPass(call, torch.zeros_like(call.query), nobody), 0)
+    assert layer.rotation is not None
+    turn = Turn.by(torch.tensor([700]), layer.rotation)
+    torch.testing.assert_close(turn(call.query), later.query, rtol=0, atol=1e-3)
+    torch.testing.assert_close(turn(call.key), later.key, rtol=0, atol=1e-3)
 
 
 def check_best(kept: set[int], scores: torch.Tensor, forced: set[int], budget: int) -> None:

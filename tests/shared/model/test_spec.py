@@ -60,6 +60,18 @@ def test_a_saved_model_is_described(tmp_path: Path) -> None:
     assert (spec.max_positions, spec.eos_token_ids, spec.group_size) == (99, (2, 3), 2)
 
 
+def test_what_ends_a_turn_may_stand_with_the_generation_settings(tmp_path: Path) -> None:
+    config, file = save(tmp_path / "tiny", eos_token_id=2), tmp_path / "tiny/generation_config.json"
+    assert load_spec(config).eos_token_ids == (2,)
+    file.write_text('{"eos_token_id": [2, 5, 7]}')
+    assert load_spec(config).eos_token_ids == (2, 5, 7)
+    file.unlink()
+    assert load_spec(config).eos_token_ids == (2,)
+    file.write_text("{")
+    with pytest.raises(ModelNotFoundError, match=r"generation_config\.json"):
+        load_spec(config)
+
+
 def test_the_digest_follows_weights_and_config_and_nothing_else(tmp_path: Path) -> None:
     base = load_spec(save(tmp_path / "a"))
     assert load_spec(save(tmp_path / "b")).model_digest == base.model_digest
@@ -119,8 +131,9 @@ def test_length_dependent_rope_of_one_layer_type_is_refused(rope: str, kind: str
 def test_phi3_long_rope_is_refused(name: str) -> None:
     """Older files call it "su" or "yarn"."""
     check_supported(Phi3Config(pad_token_id=0))
-    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-    long = Phi3Config(pad_token_id=0, rope_scaling={"type": name, **factors})
+    rope = {"type": name, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    rope["original_max_position_embeddings"] = 4096
+    long = Phi3Config(pad_token_id=0, rope_scaling=rope)
     with pytest.raises(UnsupportedModelError, match="longrope"):
         check_supported(long)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from naive_layer import SCALING
 from tiny_models import make_model
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
@@ -26,12 +26,14 @@ ROPES: dict[str, dict[str, Any]] = {
         "factor": 8.0,
         "original_max_position_embeddings": 256,
     },
+    "partial": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
 
 def rotated(rope: str, first: int) -> tuple[torch.Tensor, ContextLayer]:
     """Queries before RoPE, and the layer after it."""
-    model = make_model(rope_parameters=ROPES[rope])
+    family = "phi3" if rope == "partial" else "llama"
+    model = make_model(family, rope_parameters=ROPES[rope])
     torch.manual_seed(3)
     queries, keys = torch.randn(4, 9, 16), torch.randn(2, 9, 16)
     cos, sin = model.rotation(0, torch.arange(first, first + 9))
