@@ -69,13 +69,13 @@ def _compiled(**options: Any) -> Callable[[Any], Any]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _bits(_: Any, x: Any) -> Any:
+def _bits(_: Any, x: Any) -> Any:  # noqa: ARG001
     """The bits of a float32 as int32."""
     return types.int32(types.float32), lambda _c, b, _s, args: b.bitcast(args[0], ir.IntType(32))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _from_bits(_: Any, x: Any) -> Any:
+def _from_bits(_: Any, x: Any) -> Any:  # noqa: ARG001
     """The float32 that has the bits of an int32."""
     return types.float32(types.int32), lambda _c, b, _s, args: b.bitcast(args[0], ir.FloatType())
 
@@ -92,7 +92,7 @@ def _take(_: Any, counter: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_: Any, array: Any, index: Any) -> Any:
+def _prefetch(_: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
     """Fetch the cache line of array.flat[index] into the L2 cache; any index is harmless."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -206,13 +206,16 @@ def _hide_passed(logits, table, fill, position_pages, query, window):  # type: i
 
 
 @_compiled()
-def _cut(fills, query_cu, group_size, max_rows, causal):  # type: ignore[no-untyped-def]
+def _cut(fills, query_cu, group_size, max_rows, causal, dim):  # type: ignore[no-untyped-def]
     """Cut all rows into chunks of whole pages.
 
     Returns:
         chunks int64 [n, 7]: sequence, head, first place, place after the last, entries
-        before, entries, first row of its partial results; then the number of those rows,
-        and the most that a chunk has.
+            before, entries, first row of its partial results;
+        most: the most rows of one chunk;
+        counter int64 [1]: chunks taken so far, 0;
+        memory for the partial results of all chunks: acc [rows, D], highest [rows], sums
+            [rows].
     """
     sequences, heads, places = fills.shape
     chunks = np.empty((fills.size, 7), np.int64)
@@ -234,7 +237,9 @@ def _cut(fills, query_cu, group_size, max_rows, causal):  # type: ignore[no-unty
                 if count >= CHUNK or (c == places - 1 and count):
                     chunks[n] = s, h, first, c + 1, before, count, rows
                     n, rows, before, count = n + 1, rows + needed, before + count, 0
-    return chunks[:n], rows, most
+    highest, sums = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    acc, counter = np.empty((rows, dim), np.float32), np.zeros(1, np.int64)
+    return chunks[:n], most, counter, acc, highest, sums
 
 
 @_compiled()
@@ -322,38 +327,53 @@ def _merge(chunks, query_cu, max_rows, acc, highest, sums, out, lse, group, lane
                 lse[head, query] = (peak + np.log2(total)) * _LN2
 
 
+@_compiled()
+def _work(  # type: ignore[no-untyped-def]
+    counter, chunks, most, q, keys, values, tables, fills, query_cu, scale, causal, window,
+    position_pages, query_positions, acc, highest, sums, group, lanes,
+):  # fmt: skip
+    """Compute chunks until none is left; several threads do so at once."""
+    scratch = (
+        np.empty((most, q.shape[2]), np.float32),
+        np.empty((most, CHUNK + keys.shape[1]), np.float32),
+    )
+    i = _take(counter)
+    while i < chunks.shape[0]:
+        s, h, first, end = chunks[i, 0], chunks[i, 1], chunks[i, 2], chunks[i, 3]
+        part = chunks[i, 6]
+        _chunk(
+            chunks[i], fills[s, h].sum(), q, scale, keys, values, tables[s, h, first:end],
+            fills[s, h, first:end], query_cu, causal, window, position_pages,
+            query_positions, scratch, acc[part:], highest[part:], sums[part:], group, lanes,
+        )  # fmt: skip
+        i = _take(counter)
+
+
 @_compiled(parallel=True, nogil=True)
 def _run(  # type: ignore[no-untyped-def]
     q, keys, values, tables, fills, query_cu, scale, causal, window, position_pages,
     query_positions, max_rows, out, lse, threads, group, lanes,
 ):  # fmt: skip
-    """Fill out and lse of the sequences with at most `max_rows` rows; see `ops`."""
-    chunks, rows, most = _cut(fills, query_cu, len(group), max_rows, causal)
-    acc = np.empty((rows, q.shape[2]), np.float32)
-    highest, sums = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    counter = np.zeros(1, np.int64)
+    """Fill out and lse of the sequences with at most `max_rows` rows; see `ops`.
+
+    Holds the parallel loop and little else: this way of compiling is slow.
+    """
+    chunks, most, counter, acc, highest, sums = _cut(
+        fills, query_cu, len(group), max_rows, causal, q.shape[2]
+    )
     for _ in prange(threads):
-        scratch = (
-            np.empty((most, q.shape[2]), np.float32),
-            np.empty((most, CHUNK + keys.shape[1]), np.float32),
-        )
-        while True:
-            i = _take(counter)
-            if i >= chunks.shape[0]:
-                break
-            s, h, first, end = chunks[i, 0], chunks[i, 1], chunks[i, 2], chunks[i, 3]
-            part = chunks[i, 6]
-            _chunk(
-                chunks[i], fills[s, h].sum(), q, scale, keys, values, tables[s, h, first:end],
-                fills[s, h, first:end], query_cu, causal, window, position_pages,
-                query_positions, scratch, acc[part:], highest[part:], sums[part:], group, lanes,
-            )  # fmt: skip
+        _work(
+            counter, chunks, most, q, keys, values, tables, fills, query_cu, scale, causal,
+            window, position_pages, query_positions, acc, highest, sums, group, lanes,
+        )  # fmt: skip
     _merge(chunks, query_cu, max_rows, acc, highest, sums, out, lse, group, lanes)
 
 
 def applies(q: Tensor, key_pages: Tensor, value_pages: Tensor) -> bool:
     """Whether the kernel can read these tensors: fp32 on a CPU, pages in one piece, no gradient."""
-    fp32 = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (q, key_pages, value_pages))
+    fp32 = all(
+        t.dtype == torch.float32 and t.device.type == "cpu" for t in (q, key_pages, value_pages)
+    )
     whole = key_pages.is_contiguous() and value_pages.is_contiguous()
     wanted = torch.is_grad_enabled() and q.requires_grad
     return fp32 and whole and q.shape[-1] % LANES == 0 and not wanted

@@ -16,6 +16,7 @@ Knows no caches and no models.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -66,7 +67,6 @@ def split_kernel(  # type: ignore[no-untyped-def]
     s = tl.load(blocks + block)
     first = tl.load(blocks + num_blocks + block)
     end = tl.load(query_cu + s + 1)
-    own = end - tl.load(query_cu + s)
 
     # Row m of the block: query first + m // GROUP, head m % GROUP of the group.
     m = tl.arange(0, BLOCK_M)
@@ -104,7 +104,9 @@ def split_kernel(  # type: ignore[no-untyped-def]
         filled = slot < fill
         page = tl.load(tables + row + place, mask=filled, other=0).to(tl.int64)
         entries = page * PAGE + slot
-        k = tl.load(keys + entries[None, :] * DIM + d[:, None], mask=filled & in_d[:, None], other=0.0)
+        k = tl.load(
+            keys + entries[None, :] * DIM + d[:, None], mask=filled & in_d[:, None], other=0.0
+        )
         logits = tl.dot(q_block, k, input_precision="ieee") * scale
         seen = filled[None, :] & real[:, None]
         if CAUSAL:
@@ -173,9 +175,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + place, tl.where(empty, float("-inf"), natural))
 
 
-def block_sizes(
-    head_dim: int, group_size: int, most_queries: int, itemsize: int
-) -> dict[str, int]:
+def block_sizes(head_dim: int, group_size: int, most_queries: int, itemsize: int) -> dict[str, int]:
     """Return the split kernel's compile-time sizes and warps.
 
     Args:
@@ -249,7 +249,7 @@ def paged_attention(
     (num_q_heads, num_queries, dim), (_, heads, places) = q.shape, tables.shape
     group, page_size = num_q_heads // heads, key_pages.shape[1]
     cu = tuple(query_cu.tolist())
-    most = max(b - a for a, b in zip(cu, cu[1:], strict=False))
+    most = max(b - a for a, b in itertools.pairwise(cu))
     sizes = block_sizes(dim, group, most, q.element_size())
     blocks = _query_blocks(cu, sizes["BLOCK_M"] // group, q.device)
     masked = causal and most > 1  # a single query sees everything anyway

@@ -44,6 +44,7 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         # Calls end in other threads, hence the lock.
         self._lock = threading.Lock()
         self._given: Counter[ReplicaID] = Counter()
+        self._promised: Counter[ReplicaID] = Counter()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Note what each replica says it holds."""
@@ -112,9 +113,9 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         self._record_queue_wait_time(own)
         own.future.set_result(replica)
         self._remove_pending_request_from_indices(own)
-        # Counted until the one who waits has woken up, and counts it itself.
-        self._count(replica.replica_id, 1)
-        self._event_loop.call_soon(self._count, replica.replica_id, -1)
+        # Counted here until the one who waits has woken up, and counts it as given.
+        self._promised[replica.replica_id] += 1
+        self._event_loop.call_soon(self._promised.subtract, [replica.replica_id])
 
     def _count(self, replica_id: ReplicaID, change: int) -> None:
         with self._lock:
@@ -162,7 +163,7 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         with self._lock:
             given = dict(self._given)
         return {
-            key: max(length, given.get(key, 0))
+            key: max(length, given.get(key, 0)) + self._promised[key]
             for key in self._replicas
             if (length := cache.get(key)) is not None
         }

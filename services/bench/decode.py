@@ -14,6 +14,7 @@ sequence profits from another's cache lines.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import queue
 import time
@@ -327,13 +328,11 @@ class _Bench:
         heads, members = (spec.num_layers, spec.num_kv_heads), []
         for node_id in nodes.ids:
             chain = opener.measure(node_id, SALT, (tier,), lambda: None)
-            opened = opener.open(chain)
+            opened = opener.open(chain, math.prod(heads))
             assert opened is not None
             opener.pull(opened.to_pull, lambda: None)
             kv = TurnKV(residents, pages, opened.views, chain.next_position, heads)
-            room = pages.take(kv.missing_pages(1))
-            assert room is not None
-            kv.grow(room)
+            kv.grow(opened.own)
             members.append(Member(kv, (65,), chain.next_position, lambda: None))
         plan = BatchPlan(pages, members, device)
         query = torch.randn(spec.num_q_heads, batch, spec.head_dim)

@@ -36,11 +36,11 @@ class Member:
 
 
 class BatchPlan:
-    """AttentionPlan of a step. The members over pages come first.
+    """AttentionPlan of a step.
 
     Args:
         pages: the pool's memory.
-        members: at least one, see `ordered`.
+        members: at least one; those over pages before those beside them.
         device: of the model.
     """
 
@@ -59,11 +59,6 @@ class BatchPlan:
         ]
         if self._paged:
             self._prepare(device)
-
-    @staticmethod
-    def ordered(members: Sequence[Member]) -> list[int]:
-        """Return the order in which a plan wants its members."""
-        return sorted(range(len(members)), key=lambda i: isinstance(members[i].kv, StepwiseKV))
 
     def attend(self, call: LayerCall) -> Tensor:
         """See AttentionPlan."""
@@ -90,8 +85,8 @@ class BatchPlan:
         for node, check in self._waiting:
             node.wait_for(call.layer, check)
         pages, layer = self._pages, call.layer
-        entries = (t.transpose(0, 1).flatten(0, 1) for t in (call.key, call.value))
-        pages.write(self._rows[layer].flatten(), *entries, self._entry_positions)
+        keys, values = (t.transpose(0, 1).flatten(0, 1) for t in (call.key, call.value))
+        pages.write(self._rows[layer].flatten(), keys, values, self._entry_positions)
         out, _ = ops.paged_attention(
             call.query,
             pages.keys,

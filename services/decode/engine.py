@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import queue
 import threading
 import time
@@ -17,17 +16,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from criticalkv.services.decode.batch import BatchPlan, Member
-from criticalkv.services.decode.load import DecodeLoad
-from criticalkv.services.decode.opening import ChainOpener, MeasuredChain, OpenedChain
+from criticalkv.services.decode.load import DecodeLoad, Rate
+from criticalkv.services.decode.opening import ChainOpener, OpenedChain
 from criticalkv.services.decode.pages import Pages
+from criticalkv.services.decode.preparation import Preparation
 from criticalkv.services.decode.publication import Publication
-from criticalkv.services.decode.resident import Residents, copied_chain
+from criticalkv.services.decode.resident import Residents
+from criticalkv.services.decode.room import Room
 from criticalkv.services.decode.sampling import choose, top_logprobs
 from criticalkv.services.decode.scheduler import WaitingLine, victim
 from criticalkv.services.decode.sequence import Emit, Sequence
@@ -36,11 +38,9 @@ from criticalkv.services.decode.turn_kv import TurnKV
 from criticalkv.shared.config import DecodeConfig
 from criticalkv.shared.errors import (
     CancelledError,
-    ContextLengthError,
     CriticalKVError,
     DeadlineError,
     OverloadedError,
-    PoolLimitError,
 )
 from criticalkv.shared.eviction.policy import parse_turn_policy
 from criticalkv.shared.identity import NodeId
@@ -64,7 +64,6 @@ STALLED_WAIT_S = 0.005  # between tries when no running sequence has room
 PUBLISH_TIMEOUT_S = 30.0
 MAX_FAILED_STEPS = 3  # in a row; then the replica asks to be replaced
 STEPS_REMEMBERED = 256
-RATE_WINDOW_S = 10.0  # over which tokens per second are counted
 
 Event = DecodeStart | DecodeDelta | DecodeEnd
 Message = Callable[[], None]
@@ -91,17 +90,21 @@ class DecodeEngine:
         self._publication = Publication(
             store, spec, self._pages, self._residents, PUBLISH_TIMEOUT_S
         )
+        self._room = Room(spec, self._pages, self._opener)
+        self._preparation = Preparation(
+            model, self._pages, self._residents, self._opener, self._publication
+        )
         self._lock = threading.Lock()
         self._live: set[Sequence] = set()
         self._arrivals = itertools.count()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        # These four belong to the step thread.
+        # Waiting, opening and running sequences belong to the step thread.
         self._waiting: WaitingLine[Sequence] = WaitingLine()
         self._opening: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._generated: deque[tuple[float, int]] = deque()
+        self._rate = Rate()
         self.step_seconds: deque[tuple[int, float]] = deque(maxlen=STEPS_REMEMBERED)
-        self._load = DecodeLoad(self._pool_bytes, 0, 0, 0, 0, 0, 0, 0.0)
+        self._load = self._measure_load()
         self._failed_steps = 0
         self._closed = threading.Event()
         # Apart, so that hanging publications never keep a new request waiting.
@@ -152,7 +155,6 @@ class DecodeEngine:
             deadline = time.monotonic() + request.deadline_s
             arrival = next(self._arrivals)
             sequence = Sequence(request, emit, self._model, deadline, arrival, policy)
-            sequence.emit = _guarded_emit(emit, sequence.cancelled)
             self._live.add(sequence)
         self._reading.submit(self._guarded, sequence, lambda: self._measure(sequence))
         return sequence
@@ -219,52 +221,19 @@ class DecodeEngine:
             request.parent, request.salt, request.view, lambda: self._check_alive(sequence)
         )
         sequence.chain = chain
-        self._check_length(sequence)
-        self._check_size(sequence)
+        self._room.check(sequence)
         sequence.spent.store_s = time.perf_counter() - started
         self._inbox.put(lambda: self._wait(sequence))
-
-    def _check_length(self, sequence: Sequence) -> None:
-        request, limit = sequence.request, self._model.spec.max_positions
-        end = sequence.chain.next_position + len(request.token_ids) + request.sampling.max_tokens
-        if end > limit:
-            raise ContextLengthError(
-                f"context, prompt and max_tokens together need {end} positions; the model has "
-                f"{limit}",
-                param="max_tokens",
-            )
-
-    def _check_size(self, sequence: Sequence) -> None:
-        # A sequence that fits an empty pool ends some day: all others can make room.
-        request = sequence.request
-        own = self._own_pages(sequence, len(request.token_ids) + request.sampling.max_tokens)
-        chain = sequence.chain
-        lowest = chain if request.min_tier is None else chain.lowered(request.min_tier)
-        needed = self._opener.pages_at_least(lowest) + own
-        if needed > self._pages.total:
-            raise PoolLimitError(
-                f"context and turn need {self._mib(needed)} MiB of KV; the decode pool has "
-                f"{self._mib(self._pages.total)} MiB: read the context at a lower tier, ask for "
-                "fewer max_tokens, or raise decode.pool_mb"
-            )
-
-    def _pull(self, opened: OpenedChain) -> None:
-        """Bring the nodes that a sequence has to; whoever waits for them learns by them."""
-        try:
-            # Others may wait for these nodes: they come even if the sequence is given up.
-            self._opener.pull(opened.to_pull, self._check_not_closed)
-        finally:
-            for node in opened.to_pull:
-                self._residents.leave(node)
 
     def _prepare(self, sequence: Sequence, opened: OpenedChain) -> None:
         """Bring a sequence's nodes, and what its own pages begin with."""
         started = time.perf_counter()
         error: CriticalKVError | None = None
         try:
-            self._pull(opened)
+            # Others may wait for these nodes: they come even if the sequence is given up.
+            self._preparation.pull(opened, self._check_not_closed)
             if sequence.filling:
-                self._fill(sequence, opened, lambda: self._check_alive(sequence))
+                self._preparation.fill(sequence, lambda: self._check_alive(sequence))
         except CriticalKVError as failure:
             error = failure
         except Exception as failure:
@@ -273,24 +242,9 @@ class DecodeEngine:
         sequence.spent.store_s += time.perf_counter() - started
         self._inbox.put(lambda: self._prepared(sequence, error))
 
-    def _fill(self, sequence: Sequence, opened: OpenedChain, check: Callable[[], None]) -> None:
-        """Bring back what was swapped out, or copy the chain for a stepwise turn."""
-        kv = sequence.kv
-        assert isinstance(kv, TurnKV)
-        if sequence.policy is not None:
-            for view in opened.views:
-                view.node.wait_for(self._model.spec.num_layers - 1, check)
-            chain = copied_chain(self._pages, opened.views)
-            ballast = kv.keep_own(kv.capacity)
-            sequence.kv = StepwiseKV(self._model, sequence.policy, chain, self._pages, ballast)
-            kv.close()
-        elif sequence.swapped is not None:
-            cache = self._publication.read_back(sequence.swapped, check)
-            sequence.swapped = None
-            if cache is None:
-                sequence.forwarded = 0  # its tokens run once more
-            else:
-                kv.restore(cache)
+    def _pull_while_it_runs(self, opened: OpenedChain) -> None:
+        with suppress(CriticalKVError):  # who waits for the nodes has it already
+            self._preparation.pull(opened, self._check_not_closed)
 
     def _close(self, sequence: Sequence) -> None:
         """Publish a finished turn and say so."""
@@ -503,8 +457,8 @@ class DecodeEngine:
 
     def _open(self, sequence: Sequence) -> bool:
         """Take pages for a sequence; False if there is no room."""
-        own = self._own_pages(sequence, len(sequence.tokens) + 1)
-        chain = self._fitting(sequence, own)
+        chain = self._room.fitting(sequence)
+        own = self._room.to_begin(sequence)
         opened = None if chain is None else self._opener.open(chain, own)
         if chain is None or opened is None:
             return False
@@ -527,7 +481,7 @@ class DecodeEngine:
         is_alone = not self._running and not self._opening
         if opened.to_pull and not sequence.filling and is_alone:
             # Nobody else waits: the question's first layers go while the others come.
-            self._reading.submit(self._quietly, opened)
+            self._reading.submit(self._pull_while_it_runs, opened)
             self._run(sequence)
             return True
         self._opening.append(sequence)
@@ -536,10 +490,6 @@ class DecodeEngine:
         else:
             self._poll()
         return False
-
-    def _quietly(self, opened: OpenedChain) -> None:
-        with suppress(CriticalKVError):  # who waits for the nodes has it already
-            self._pull(opened)
 
     def _start(self, sequence: Sequence, bytes_pulled: int) -> DecodeStart:
         chain, spent = sequence.chain, sequence.spent
@@ -561,34 +511,6 @@ class DecodeEngine:
         store_ms = 1e3 * sequence.spent.store_s
         sequence.start = sequence.start.model_copy(update={"store_ms": store_ms})
         sequence.emit(sequence.start)
-
-    def _fitting(self, sequence: Sequence, own: int) -> MeasuredChain | None:
-        """Return the chain at the highest tiers for which there is room now."""
-        lowest, chain = sequence.request.min_tier, sequence.chain
-        candidates = [chain]
-        # A view never changes once it has been told.
-        if lowest is not None and sequence.start is None:
-            candidates += [chain.lowered(tier) for tier in chain.lower_tiers(lowest)]
-        end = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
-        most = self._pages.total - self._own_pages(sequence, end)
-        return next(
-            (
-                c
-                for c in candidates
-                if self._opener.pages_at_least(c) <= most and self._opener.has_room(c, own)
-            ),
-            None,
-        )
-
-    def _own_pages(self, sequence: Sequence, tokens: int) -> int:
-        """Pages for a turn's own tokens."""
-        size = self._config.page_size
-        if sequence.policy is None:
-            return math.ceil(tokens / size) * math.prod(self._heads)
-        # A stepwise turn holds a copy of its chain and, at most, all of its tokens.
-        tokens = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
-        per_head = math.ceil(tokens / size) + math.ceil(sequence.chain.entries_per_head / size)
-        return per_head * math.prod(self._heads)
 
     # stepping
 
@@ -654,15 +576,16 @@ class DecodeEngine:
 
     def _forward(self, planned: list[tuple[Sequence, int]]) -> tuple[Tensor, list[Sequence]]:
         """Run a step; return logits [n, vocab] and the sequences that they are of."""
-        members = [self._member(sequence, tokens) for sequence, tokens in planned]
-        order = BatchPlan.ordered(members)
-        plan = BatchPlan(self._pages, [members[i] for i in order], self._model.device)
-        ends = torch.tensor([len(members[i].token_ids) for i in order]).cumsum(0) - 1
+        # Those beside the pages last, as the plan wants them.
+        planned = sorted(planned, key=lambda item: isinstance(item[0].kv, StepwiseKV))
+        device = self._model.device
+        plan = BatchPlan(self._pages, [self._member(*item) for item in planned], device)
+        ends = itertools.accumulate(tokens for _, tokens in planned)
         # While a prompt runs in pieces, only the last one's logits choose.
-        asking = [(k, i) for k, i in enumerate(order) if self._is_last(*planned[i])]
-        last = ends[[k for k, _ in asking]].to(self._model.device)
+        asking = [(end - 1, s) for end, (s, n) in zip(ends, planned, strict=True) if s.asks(n)]
+        last = torch.tensor([end for end, _ in asking], dtype=torch.int64, device=device)
         logits = forward(self._model.model, plan.token_ids, plan.positions, plan, last)
-        return logits.float().cpu(), [planned[i][0] for _, i in asking]
+        return logits.float().cpu(), [sequence for _, sequence in asking]
 
     def _member(self, sequence: Sequence, tokens: int) -> Member:
         assert sequence.kv is not None
@@ -672,10 +595,6 @@ class DecodeEngine:
             sequence.first_position,
             lambda: self._check_alive(sequence),
         )
-
-    @staticmethod
-    def _is_last(sequence: Sequence, tokens: int) -> bool:
-        return sequence.forwarded + tokens == len(sequence.tokens)
 
     def _step_failed(self, sequences: list[Sequence], error: Exception) -> None:
         if isinstance(error, CriticalKVError):
@@ -695,18 +614,24 @@ class DecodeEngine:
         if not pairs:
             return
         rows = torch.stack([row for _, row in pairs])
-        chosen = choose(rows, [s.sampler for s, _ in pairs])
-        good = [i for i, token in enumerate(chosen) if isinstance(token, int)]
-        tokens = [int(chosen[i]) for i in good]  # type: ignore[call-overload]
-        counts = [pairs[i][0].request.sampling.logprobs for i in good]
-        told = dict(zip(good, top_logprobs(rows[good], tokens, counts), strict=True))
-        for i, (sequence, _) in enumerate(pairs):
-            token = chosen[i]
+        drawn = zip(pairs, rows, choose(rows, [s.sampler for s, _ in pairs]), strict=True)
+        good: list[tuple[Sequence, Tensor, int]] = []
+        for (sequence, _), row, token in drawn:
             if isinstance(token, CriticalKVError):
                 self._remove_failed(sequence, token)
             else:
-                self._own_trouble(sequence, lambda s=sequence, t=token, p=told[i]: s.take(t, p))
-        self._count(len(good))
+                good.append((sequence, row, token))
+        self._take(good)
+
+    def _take(self, drawn: list[tuple[Sequence, Tensor, int]]) -> None:
+        if not drawn:
+            return
+        sequences, rows, tokens = zip(*drawn, strict=True)
+        counts = [sequence.request.sampling.logprobs for sequence in sequences]
+        logprobs = top_logprobs(torch.stack(rows), tokens, counts)
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            self._own_trouble(sequence, partial(sequence.take, token, logprob))
+        self._rate.add(len(drawn))
 
     def _branches(self, sequence: Sequence) -> list[Sequence]:
         """Begin the other choices of a prompt that has just run."""
@@ -749,51 +674,19 @@ class DecodeEngine:
 
     # load
 
-    @property
-    def _pool_bytes(self) -> int:
-        return self._pages.total * self._pages.page_bytes
-
-    def _mib(self, pages: int) -> int:
-        return math.ceil(pages * self._pages.page_bytes / 2**20)
-
-    def _count(self, tokens: int) -> None:
-        now = time.monotonic()
-        self._generated.append((now, tokens))
-        while self._generated[0][0] < now - RATE_WINDOW_S:
-            self._generated.popleft()
-
     def _measure_load(self) -> DecodeLoad:
-        size, unused = self._pages.page_bytes, self._residents.unused_pages
-        queued = sum(
-            self._opener.pages_to_pull(s.chain) + self._own_pages(s, len(s.tokens) + 1)
-            for s in self._waiting
-        )
+        pages, unused = self._pages, self._residents.unused_pages
         begun = [*self._waiting, *self._opening, *self._running]
-        since = time.monotonic() - RATE_WINDOW_S
         return DecodeLoad(
-            pool_bytes=self._pool_bytes,
-            used_bytes=(self._pages.total - self._pages.free - unused) * size,
-            kept_bytes=unused * size,
-            queued_bytes=queued * size,
+            pool_bytes=pages.total * pages.page_bytes,
+            used_bytes=(pages.total - pages.free - unused) * pages.page_bytes,
+            kept_bytes=unused * pages.page_bytes,
+            queued_bytes=sum(map(self._room.wanted, self._waiting)) * pages.page_bytes,
             waiting=len(self._waiting),
             waiting_tokens=sum(len(s.next_tokens) for s in begun if not s.generated),
             running=len(self._running),
-            tokens_per_s=sum(n for t, n in self._generated if t >= since) / RATE_WINDOW_S,
+            tokens_per_s=self._rate.per_second(),
         )
-
-
-def _guarded_emit(emit: Emit, cancelled: threading.Event) -> Emit:
-    """A listener that fails ends its own request, and nothing else."""
-
-    def guarded(event: Event | CriticalKVError) -> None:
-        try:
-            emit(event)
-        except Exception:
-            if not cancelled.is_set():
-                log.exception("nobody takes a request's events; it is cancelled")
-            cancelled.set()
-
-    return guarded
 
 
 def _next(events: queue.SimpleQueue[T], timeout_s: float) -> T:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass
+
+RATE_WINDOW_S = 10.0  # over which tokens per second are counted
 
 
 @dataclass(frozen=True)
@@ -28,3 +32,21 @@ class DecodeLoad:
     waiting_tokens: int
     running: int
     tokens_per_s: float
+
+
+class Rate:
+    """Events per second over the last `RATE_WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int) -> None:
+        """Note events that have just happened."""
+        self._counts.append((time.monotonic(), count))
+
+    def per_second(self) -> float:
+        """Return the present rate."""
+        begin = time.monotonic() - RATE_WINDOW_S
+        while self._counts and self._counts[0][0] < begin:
+            self._counts.popleft()
+        return sum(count for _, count in self._counts) / RATE_WINDOW_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from criticalkv.shared.requests import (
     DecodeStart,
     TokenLogprob,
 )
+
+log = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Emit = Callable[[DecodeStart | DecodeDelta | DecodeEnd | CriticalKVError], None]
@@ -63,7 +66,7 @@ class Sequence:
     """
 
     request: DecodeRequest
-    emit: Emit
+    listener: Emit
     model: LoadedModel
     deadline: float
     arrival: int
@@ -106,7 +109,7 @@ class Sequence:
         """Return another choice of the same prompt, which has just run."""
         return Sequence(
             self.request,
-            self.emit,
+            self.listener,
             self.model,
             self.deadline,
             arrival,
@@ -142,6 +145,19 @@ class Sequence:
     def first_position(self) -> int:
         """Original position of the first of `next_tokens`."""
         return self.chain.next_position + self.forwarded
+
+    def asks(self, tokens: int) -> bool:
+        """Whether, after so many of `next_tokens`, the next one can be chosen."""
+        return self.forwarded + tokens == len(self.tokens)
+
+    def emit(self, event: DecodeStart | DecodeDelta | DecodeEnd | CriticalKVError) -> None:
+        """Tell the listener. One that fails ends its own request, and nothing else."""
+        try:
+            self.listener(event)
+        except Exception:
+            if not self.cancelled.is_set():
+                log.exception("nobody takes a request's events; it is cancelled")
+            self.cancelled.set()
 
     def ran(self, tokens: int, members: int) -> None:
         """Note a step that ran `tokens` of this sequence beside `members` in all."""

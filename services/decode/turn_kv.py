@@ -98,7 +98,7 @@ class TurnKV:
         """Pages that `tokens` more own tokens need beyond those that are there."""
         size = self._pages.page_size
         wanted = math.ceil((self._own_length + tokens) / size) - self._own.shape[2]
-        return max(0, wanted) * math.prod(self._heads)
+        return int(max(0, wanted)) * math.prod(self._heads)
 
     def grow(self, pages: Ints) -> None:
         """Take more pages for own tokens, a multiple of layers · kv_heads."""
