@@ -390,11 +390,11 @@ def paged_attention(
                 if window is not None:
                     positions, queried = _need(position_pages, query_positions)
                     seen = positions.flatten().index_select(0, slots)
-                    hidden = seen <= (queried[begin:end] - window)[:, None]
+                    hidden = seen[: shared + b] <= (queried[begin:end] - window)[:, None]
                 result = _attend(
                     grouped[h, :, begin:end].float() * scaling,
-                    (keys[:shared], keys[shared:]),
-                    (values[:shared], values[shared:]),
+                    (keys[:shared], keys[shared : shared + b]),
+                    (values[:shared], values[shared : shared + b]),
                     first=a,
                     hidden=hidden,
                     return_lse=return_lse,

@@ -84,11 +84,19 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         with self._lock:
             given = self._given[replica_id]
         super().on_new_queue_len_info(replica_id, max(num_ongoing_requests, given))
+        self._forget_if_idle(replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count down; Serve calls it once for each choice, however it ended."""
         super().on_request_completed(replica_id, internal_request_id)
         self._count(replica_id, -1)
+        self._forget_if_idle(replica_id)
+
+    def _forget_if_idle(self, replica_id: ReplicaID) -> None:
+        # A replica's answer counts requests whose end was counted before it came. Nothing
+        # would correct that until the next request: better ask.
+        if not self._given[replica_id]:
+            self._replica_queue_len_cache.invalidate_key(replica_id)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult

@@ -266,6 +266,16 @@ class DecodeConfig(_Section):
     prepack: bool = Field(
         default=True, description="lay out weights for small batches (CPU, float32)"
     )
+
+    @model_validator(mode="after")
+    def _one_token_each(self) -> DecodeConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                "max_num_batched_tokens must not be less than max_num_seqs: every running "
+                "sequence gets a token in every step"
+            )
+        return self
+
     routing_slack: int = Field(
         default=4,
         ge=0,

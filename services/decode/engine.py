@@ -64,6 +64,7 @@ STALLED_WAIT_S = 0.005  # between tries when no running sequence has room
 PUBLISH_TIMEOUT_S = 30.0
 MAX_FAILED_STEPS = 3  # in a row; then the replica asks to be replaced
 STEPS_REMEMBERED = 256
+LOAD_PERIOD_S = 0.1
 
 Event = DecodeStart | DecodeDelta | DecodeEnd
 Message = Callable[[], None]
@@ -104,12 +105,13 @@ class DecodeEngine:
         self._running: list[Sequence] = []
         self._rate = Rate()
         self.step_seconds: deque[tuple[int, float]] = deque(maxlen=STEPS_REMEMBERED)
-        self._load = self._measure_load()
+        self._load, self._load_due = self._measure_load(), 0.0
         self._failed_steps = 0
         self._closed = threading.Event()
-        # Apart, so that hanging publications never keep a new request waiting.
+        # Apart, so that hanging publications never keep anybody else waiting.
         self._reading = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-open")
         self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-publish")
+        self._swapping = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-swap")
         self._thread = threading.Thread(target=self._loop, name="decode-step", daemon=True)
         self._thread.start()
 
@@ -124,7 +126,7 @@ class DecodeEngine:
         return self._pages
 
     def load(self) -> DecodeLoad:
-        """Return the load as the last step left it."""
+        """Return the load, at most `LOAD_PERIOD_S` and a step old."""
         return self._load
 
     def resident_ids(self, limit: int) -> tuple[NodeId, ...]:
@@ -156,7 +158,7 @@ class DecodeEngine:
             arrival = next(self._arrivals)
             sequence = Sequence(request, emit, self._model, deadline, arrival, policy)
             self._live.add(sequence)
-        self._reading.submit(self._guarded, sequence, lambda: self._measure(sequence))
+            self._reading.submit(self._guarded, sequence, lambda: self._measure(sequence))
         return sequence
 
     def generate(self, request: DecodeRequest) -> Iterator[Event]:
@@ -203,11 +205,13 @@ class DecodeEngine:
 
     def close(self) -> None:
         """Stop. Running turns end as cancelled, waiting ones with an error."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
         self._inbox.put(lambda: None)
         self._thread.join(timeout=PUBLISH_TIMEOUT_S)
-        self._reading.shutdown(wait=True, cancel_futures=True)
-        self._writing.shutdown(wait=True)
+        # Queued jobs run: they find the engine closed and give back what they hold.
+        for pool in (self._reading, self._swapping, self._writing):
+            pool.shutdown(wait=True)
         for sequence in list(self._live):
             self._fail(sequence, CancelledError("the decode worker is stopping"))
         self._drain(block_s=0.0)  # what jobs said last gives their pages back
@@ -261,7 +265,7 @@ class DecodeEngine:
                 known = isinstance(failure, CriticalKVError)
                 error = str(failure) if known else f"publishing failed: {type(failure).__name__}"
         used = 1.0 - (self._pages.free + self._residents.unused_pages) / self._pages.total
-        if not self._end(sequence):
+        if not self._end(sequence) or sequence.failed.is_set():
             return
         assert sequence.finish_reason is not None
         spent = sequence.spent
@@ -289,7 +293,7 @@ class DecodeEngine:
         sequence.swapped = swap()
         if sequence.swapped is None:
             sequence.forwarded = 0
-        self._inbox.put(lambda: self._wait(sequence, first=True))
+        self._inbox.put(lambda: self._wait(sequence))
 
     def _check_alive(self, sequence: Sequence) -> None:
         if sequence.cancelled.is_set():
@@ -317,8 +321,13 @@ class DecodeEngine:
             self._fail(sequence, CriticalKVError(f"decode failed: {type(error).__name__}"))
 
     def _fail(self, sequence: Sequence, error: CriticalKVError) -> None:
-        if self._end(sequence):
-            sequence.cancelled.set()  # an error ends all choices of a request
+        if not self._end(sequence):
+            return
+        with self._lock:  # one error ends all choices of a request
+            first = not sequence.failed.is_set()
+            sequence.failed.set()
+        sequence.cancelled.set()
+        if first:
             sequence.emit(error)
 
     def _end(self, sequence: Sequence) -> bool:
@@ -359,7 +368,8 @@ class DecodeEngine:
         self._retire()
         self._poll()
         self._admit()
-        self._load = self._measure_load()
+        if time.monotonic() >= self._load_due:
+            self._load, self._load_due = self._measure_load(), time.monotonic() + LOAD_PERIOD_S
         return bool(self._running) and self._step()
 
     def _drain(self, block_s: float) -> None:
@@ -372,10 +382,10 @@ class DecodeEngine:
         except queue.Empty:
             return
 
-    def _wait(self, sequence: Sequence, *, first: bool = False) -> None:
+    def _wait(self, sequence: Sequence) -> None:
         if sequence in self._live:
             sequence.spent.waiting_since = time.perf_counter()
-            self._waiting.add(sequence, first=first)
+            self._waiting.add(sequence)
 
     def _prepared(self, sequence: Sequence, error: CriticalKVError | None) -> None:
         """Take over a sequence from the job that prepared it."""
@@ -437,12 +447,9 @@ class DecodeEngine:
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.request.publish and sequence.published_tokens:
-            self._in_background(sequence, self._close)
+            self._writing.submit(self._guarded, sequence, lambda: self._close(sequence))
         else:  # nothing that could take long
             self._guarded(sequence, lambda: self._close(sequence))
-
-    def _in_background(self, sequence: Sequence, work: Callable[[Sequence], None]) -> None:
-        self._writing.submit(self._guarded, sequence, lambda: work(sequence))
 
     # admission
 
@@ -572,7 +579,7 @@ class DecodeEngine:
         sequence.spent.preemptions += 1
         swap = self._publication.swap(sequence)
         self._release(sequence)
-        self._in_background(sequence, lambda s: self._swap_out(s, swap))
+        self._swapping.submit(self._guarded, sequence, lambda: self._swap_out(sequence, swap))
 
     def _forward(self, planned: list[tuple[Sequence, int]]) -> tuple[Tensor, list[Sequence]]:
         """Run a step; return logits [n, vocab] and the sequences that they are of."""

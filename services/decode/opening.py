@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class MeasuredChain:
     manifests: tuple[Manifest, ...] = ()
     view: tuple[str, ...] = ()
 
-    @property
+    @cached_property  # an id is a digest
     def ids(self) -> tuple[NodeId, ...]:
         """Node ids."""
         return tuple(manifest.node_id for manifest in self.manifests)
@@ -144,6 +145,7 @@ class ChainOpener:
                 stored at its tier of the view.
             ContextLengthError: if nothing can be added to the chain.
         """
+        check()
         if leaf is None:
             return MeasuredChain()
         if not view:
@@ -160,8 +162,8 @@ class ChainOpener:
 
     def pages_to_pull(self, chain: MeasuredChain) -> int:
         """Pages that the chain needs beyond the nodes that are in the pool."""
-        pairs = zip(chain.manifests, chain.view, strict=True)
-        missing = [(m, t) for m, t in pairs if not self._residents.find(m.node_id, t)]
+        nodes = zip(chain.ids, chain.manifests, chain.view, strict=True)
+        missing = [(m, t) for i, m, t in nodes if not self._residents.find(i, t)]
         return sum(self._node_pages(manifest, tier) for manifest, tier in missing)
 
     def pages_at_least(self, chain: MeasuredChain) -> int:
@@ -171,8 +173,7 @@ class ChainOpener:
 
     def has_room(self, chain: MeasuredChain, own: int) -> bool:
         """Whether the chain and `own` pages more fit, at the expense of unused nodes only."""
-        pairs = zip(chain.manifests, chain.view, strict=True)
-        found = [self._residents.find(m.node_id, t) for m, t in pairs]
+        found = map(self._residents.find, chain.ids, chain.view)
         kept = sum(node.pages.size for node in found if node is not None and not node.users)
         room = self._pages.free + self._residents.unused_pages - kept
         return self.pages_to_pull(chain) + own <= room
@@ -181,7 +182,7 @@ class ChainOpener:
         """Take a chain's nodes into use, and `own` pages more; None if there is no room."""
         pairs = list(zip(chain.manifests, chain.view, strict=True))
         # First all that are there: room for the others must not be made of them.
-        nodes = [self._residents.acquire(m.node_id, tier) for m, tier in pairs]
+        nodes = list(map(self._residents.acquire, chain.ids, chain.view))
         found = [node for node in nodes if node is not None]
         pages = self._residents.take(own)
         made: list[ResidentNode] = []
@@ -222,6 +223,7 @@ class ChainOpener:
             raise error
 
     def _pull(self, node: ResidentNode, check: Check) -> None:
+        check()
         node_id, device = node.manifest.node_id, self._pages.keys.device
         with open_at(self._store, node_id, node.tier) as reader:
             if not np.array_equal(lens_at(reader.manifest, node.tier), node.lens):

@@ -52,8 +52,9 @@ class Preparation:
             for view in kv.views:
                 view.node.wait_for(self._model.spec.num_layers - 1, check)
             chain = copied_chain(self._pages, kv.views)
-            ballast = kv.keep_own(kv.capacity)
-            sequence.kv = StepwiseKV(self._model, sequence.policy, chain, self._pages, ballast)
+            stepwise = StepwiseKV(self._model, sequence.policy, chain, self._pages)
+            stepwise.ballast = kv.keep_own(kv.capacity)
+            sequence.kv = stepwise
             kv.close()
         elif sequence.swapped is not None:
             cache = self._publication.read_back(sequence.swapped, check)

@@ -1,13 +1,14 @@
 """Who runs next, and who makes room: order among waiting and running sequences.
 
 Fair between tenants: the one with the fewest running sequences is next; within a tenant
-first come, first served, and who had to make room comes first. Nobody is overtaken
-because he needs much. Knows no pages and no threads.
+first come, first served, also for who had to make room. Nobody is overtaken because he
+needs much. Knows no pages and no threads.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -33,7 +34,7 @@ class WaitingLine(Generic[S]):
     """Waiting sequences, one line for each tenant."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[S]] = {}
+        self._lines: dict[str, list[S]] = {}
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
@@ -41,13 +42,9 @@ class WaitingLine(Generic[S]):
     def __iter__(self) -> Iterator[S]:
         return (item for line in self._lines.values() for item in line)
 
-    def add(self, item: S, *, first: bool = False) -> None:
-        """Put a sequence into its tenant's line, or in front of it."""
-        line = self._lines.setdefault(item.tenant, deque())
-        if first:
-            line.appendleft(item)
-        else:
-            line.append(item)
+    def add(self, item: S) -> None:
+        """Put a sequence into its tenant's line, where its arrival belongs."""
+        insort(self._lines.setdefault(item.tenant, []), item, key=lambda other: other.arrival)
 
     def remove(self, item: S) -> None:
         """Take a sequence out."""

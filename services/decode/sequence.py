@@ -62,6 +62,8 @@ class Sequence:
         swapped: node in the store that holds the KV of the first `forwarded` tokens.
         start: what was told when it began.
         opened: what it has taken; None before, and after it runs.
+        cancelled: shared by all choices of a request.
+        failed: shared, too: the request has ended with an error.
         filling: a job beside the step thread writes to its KV.
     """
 
@@ -82,6 +84,7 @@ class Sequence:
     filling: bool = False
     finish_reason: FinishReason | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+    failed: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.perf_counter)
     spent: Spent = field(default_factory=Spent)
 
@@ -119,6 +122,7 @@ class Sequence:
             forwarded=self.forwarded,
             start=self.start,
             cancelled=self.cancelled,
+            failed=self.failed,
             started=self.started,
             spent=replace(self.spent),
         )

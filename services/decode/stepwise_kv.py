@@ -23,23 +23,20 @@ class StepwiseKV:
         model: whose layers it serves.
         policy: a stepwise one.
         chain: a copy of the turn's ancestors.
-        pages: the pool, which lends it the bytes of `ballast`.
-        ballast: pages that nobody writes to, for what this holds instead.
+
+    Attributes:
+        ballast: pages that nobody writes to: the pool lends their bytes for what this holds.
     """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        policy: Policy,
-        chain: Chain,
-        pages: Pages | None = None,
-        ballast: Ints | None = None,
+        self, model: LoadedModel, policy: Policy, chain: Chain, pages: Pages | None = None
     ) -> None:
         self._model = model
         self._policy = policy
         self._chain = chain
         self._node = StepwiseNode(model, policy, chain)
-        self._pages, self._ballast = pages, ballast
+        self._pages = pages
+        self.ballast: Ints | None = None
 
     def attend(self, call: LayerCall) -> Tensor:
         """Append the call's tokens and attend to the chain and what is left of the turn."""
@@ -64,6 +61,6 @@ class StepwiseKV:
 
     def close(self) -> None:
         """Give the bytes back."""
-        if self._pages is not None and self._ballast is not None:
-            self._pages.give_back(self._ballast)
-            self._ballast = None
+        if self._pages is not None and self.ballast is not None:
+            self._pages.give_back(self.ballast)
+            self.ballast = None

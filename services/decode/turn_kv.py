@@ -55,7 +55,6 @@ class TurnKV:
         tables: int32 [layers, kv_heads, places], page of each place; a head with fewer
             pages than others leaves places empty.
         fills: int32, like tables: slots in use.
-        version: grows when `tables` does.
 
     Args:
         residents: where pages come from.
@@ -84,7 +83,6 @@ class TurnKV:
         self._own: Ints = np.empty((*heads, 0), np.int32)
         self.length = sum(part.length for part in parts)
         self._own_length = 0
-        self.version = 0
         self.tables, self.fills = _prefix_tables(views, heads, pages.page_size)
         for part in parts:
             self._place(part.pages, part.length)
@@ -143,7 +141,9 @@ class TurnKV:
     def fork(self, branches: int) -> list[TurnKV]:
         """Return sequences that begin with this one's tokens; it goes on itself, too."""
         if self._own_length:
-            part = TurnPart(self._own, self._own_length, 1)
+            count = math.ceil(self._own_length / self._pages.page_size)
+            self._pages.give_back(self._own[:, :, count:])  # nobody would fill them
+            part = TurnPart(self._own[:, :, :count], self._own_length, 1)
             self._parts = (*self._parts, part)
             self._own, self._own_length = self._own[:, :, :0], 0
         made = []
@@ -195,7 +195,6 @@ class TurnKV:
         self.tables = np.concatenate([self.tables, pages], 2)
         self.fills = np.concatenate([self.fills, np.zeros_like(pages)], 2)
         self._fill(pages.shape[2], length)
-        self.version += 1
 
     def _fill(self, count: int, length: int) -> None:
         """Set the fills of the last `count` places, which hold `length` tokens."""
