@@ -244,7 +244,7 @@ class DecodeEngine:
             log.exception("a chain could not be opened")
             error = CriticalKVError(f"decode failed: {type(failure).__name__}")
         sequence.spent.store_s += time.perf_counter() - started
-        self._inbox.put(lambda: self._prepared(sequence, error))
+        self._inbox.put(lambda: self._prepared(sequence, opened, error))
 
     def _pull_while_it_runs(self, opened: OpenedChain) -> None:
         with suppress(CriticalKVError):  # who waits for the nodes has it already
@@ -358,6 +358,7 @@ class DecodeEngine:
             except Exception as error:  # the thread goes on, whatever goes wrong
                 log.exception("the decode step thread met an error")
                 self._step_failed(list(self._running), error)
+                progressed = False
         for sequence in list(self._running):
             sequence.cancelled.set()
         self._retire()
@@ -387,15 +388,18 @@ class DecodeEngine:
             sequence.spent.waiting_since = time.perf_counter()
             self._waiting.add(sequence)
 
-    def _prepared(self, sequence: Sequence, error: CriticalKVError | None) -> None:
+    def _prepared(
+        self, sequence: Sequence, opened: OpenedChain, error: CriticalKVError | None
+    ) -> None:
         """Take over a sequence from the job that prepared it."""
+        if sequence.opened is not opened:
+            return  # it ran, made room, and has been opened again since
         sequence.filling = False
         if sequence not in self._live:
-            return self._release(sequence)
-        if error is not None:
+            self._release(sequence)
+        elif error is not None and sequence in self._opening:
             self._opening.remove(sequence)
-            return self._fail(sequence, error)
-        return None
+            self._fail(sequence, error)
 
     def _poll(self) -> None:
         """Run the sequences whose nodes have come, by whomever."""
@@ -576,6 +580,7 @@ class DecodeEngine:
         """Free a running sequence's pages; its KV goes to the store and comes back."""
         assert isinstance(sequence.kv, TurnKV)
         self._running.remove(sequence)
+        sequence.opened = None
         sequence.spent.preemptions += 1
         swap = self._publication.swap(sequence)
         self._release(sequence)
