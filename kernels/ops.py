@@ -404,7 +404,7 @@ def _paged_attention(
     """Return the fastest implementation for tensors of this device, dtype and layout."""
     if q.is_cuda:
         return _on_gpu() or reference.paged_attention
-    if q.dtype != torch.float32 or q.device.type != "cpu":
+    if q.dtype != torch.float32 or not q.is_cpu:
         return reference.paged_attention
     module = _on_cpu(q.shape[0] // tables.shape[1], q.shape[2])
     if module is None or not module.applies(q, key_pages, value_pages):

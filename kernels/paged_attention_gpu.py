@@ -31,7 +31,7 @@ PARTIAL_BYTES = 1 << 28
 """Memory for partial results, above which splits grow: many queries × long rows."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def split_kernel(  # type: ignore[no-untyped-def]
     q,  # [num_q_heads, T, D]
     keys,  # [P, PAGE, D]
@@ -135,7 +135,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     tl.store(part_out + part[:, None] * DIM + d, out, mask=real[:, None] & in_d)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def merge_kernel(  # type: ignore[no-untyped-def]
     part_out,  # fp32 [splits, num_q_heads, T, D]
     part_lse,  # fp32 [splits, num_q_heads, T], base 2
@@ -185,15 +185,13 @@ def block_sizes(head_dim: int, group_size: int, most_queries: int, itemsize: int
         itemsize: of q, in bytes; fp32 products live in plain registers and need more.
     """
     block_d = triton.next_power_of_2(head_dim)
-    few = most_queries * group_size <= 16
-    wide = block_d * itemsize > 256
-    rows = 16 if few or (wide and itemsize == 4) else 64
+    few, fp32 = most_queries * group_size <= 16, itemsize == 4
     return {
         "BLOCK_D": block_d,
-        "BLOCK_M": max(rows, triton.next_power_of_2(group_size)),
-        "BLOCK_N": 32 if wide else 64,
+        "BLOCK_M": max(16 if few or fp32 else 64, triton.next_power_of_2(group_size)),
+        "BLOCK_N": 32 if fp32 or block_d > 128 else 64,
         "BLOCK_C": 32,
-        "num_warps": 4 if few else 8 if wide else 4,
+        "num_warps": 8 if fp32 or (not few and block_d > 64) else 4,
         "num_stages": 2,
     }
 

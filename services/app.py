@@ -174,6 +174,8 @@ def worker_env(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         # Spinning threads of one worker starve the other workers of the machine.
         "OMP_WAIT_POLICY": "passive",
+        # Weights that decode prepacks lie in huge pages, as mapped files do.
+        "THP_MEM_ALLOC_ENABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         **MALLOC,

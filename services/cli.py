@@ -167,6 +167,7 @@ def decode(
 ) -> None:
     """Batched decode over ragged heads against transformers and our own full cache."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as in a replica
     from criticalkv.services.bench import decode as benchmark
 
     settings = load_config(_text(config), _given(model={"path": model}))

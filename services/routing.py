@@ -84,18 +84,20 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         with self._lock:
             given = self._given[replica_id]
         super().on_new_queue_len_info(replica_id, max(num_ongoing_requests, given))
-        self._forget_if_idle(replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count down; Serve calls it once for each choice, however it ended."""
         super().on_request_completed(replica_id, internal_request_id)
         self._count(replica_id, -1)
-        self._forget_if_idle(replica_id)
 
-    def _forget_if_idle(self, replica_id: ReplicaID) -> None:
-        # A replica's answer counts requests whose end was counted before it came. Nothing
-        # would correct that until the next request: better ask.
-        if not self._given[replica_id]:
+    def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
+        """Count down in Serve's count, too, and do not trust what is left of it.
+
+        A replica's answer includes requests whose end was counted before it came. Without
+        another request nothing would correct that: better ask.
+        """
+        super().decrement_queue_len_cache(replica_id)
+        if not self._given[replica_id] and self._replica_queue_len_cache.get(replica_id):
             self._replica_queue_len_cache.invalidate_key(replica_id)
 
     def on_request_routed(
@@ -135,9 +137,7 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         if not holders or len(self._replicas) < 2:
             return []
         lengths = await self._lengths()
-        if not lengths:
-            return []
-        limit = min(lengths.values()) + self._slack
+        limit = min(lengths.values(), default=0) + self._slack
         return [
             replica
             for key in holders
@@ -162,7 +162,8 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
     async def _lengths(self) -> dict[ReplicaID, int]:
         """Return how many requests each replica has; ask those that are not known.
 
-        Other handles' requests are in Serve's count only.
+        Other handles' requests are in Serve's count only. Of a replica that does not answer
+        in time this handle's own count.
         """
         cache = self._replica_queue_len_cache
         unknown = [r for key, r in self._replicas.items() if cache.get(key) is None]
@@ -171,9 +172,8 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         with self._lock:
             given = dict(self._given)
         return {
-            key: max(length, given.get(key, 0)) + self._promised[key]
+            key: max(cache.get(key) or 0, given.get(key, 0)) + self._promised[key]
             for key in self._replicas
-            if (length := cache.get(key)) is not None
         }
 
 

@@ -53,13 +53,13 @@ def test_looking_takes_nobody_out_and_a_large_one_is_not_overtaken() -> None:
     assert line.next([]) is large
 
 
-def test_who_made_room_comes_first_in_his_line() -> None:
+def test_a_tenants_own_come_in_the_order_of_their_arrival() -> None:
+    """Whoever was measured first, and whoever had to make room meanwhile."""
     line: WaitingLine[Item] = WaitingLine()
-    for n in range(2, 4):
-        line.add(Item("a", n))
+    for arrival in (4, 3, 1, 5, 2):
+        line.add(Item("a", arrival))
     line.add(Item("b", 0))
-    line.add(Item("a", 1), first=True)
-    assert admitted(line, [], 4) == ["b0", "a1", "a2", "a3"]
+    assert admitted(line, [], 6) == ["b0", "a1", "a2", "a3", "a4", "a5"]
 
 
 def test_only_who_came_later_makes_room() -> None:
