@@ -20,6 +20,8 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 
+# A request, and the replicas that are meant for it and for no other.
+Choice = tuple[PendingRequest, list[ReplicaID]]
 REMEMBERED = 4096  # nodes whose last replica is remembered here
 
 
@@ -40,7 +42,7 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         self._slack: int = kwargs["slack"]
         self._resident: dict[ReplicaID, frozenset[str]] = {}
         self._sent: OrderedDict[str, ReplicaID] = OrderedDict()
-        self._preferring: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
+        self._choices: WeakKeyDictionary[asyncio.Task[Any], Choice] = WeakKeyDictionary()
         # Calls end in other threads, hence the lock.
         self._lock = threading.Lock()
         self._given: Counter[ReplicaID] = Counter()
@@ -65,9 +67,9 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
         )
         task = asyncio.current_task()
         if task is not None:
-            self._preferring.pop(task, None)
+            self._choices.pop(task, None)
             if preferred and pending_request is not None:
-                self._preferring[task] = pending_request
+                self._choices[task] = (pending_request, [r.replica_id for r in preferred])
         return [preferred, *ranks] if preferred else ranks
 
     async def _choose_replica_for_request(
@@ -116,8 +118,8 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
     ) -> None:
         """Give a preferred replica to the request that prefers it, else to the oldest."""
         task = asyncio.current_task()
-        own = self._preferring.get(task) if task is not None else None
-        if own is None or own.future.done() or replica.replica_id not in self._holders(own):
+        own, meant = self._choices.get(task, (None, [])) if task is not None else (None, [])
+        if own is None or own.future.done() or replica.replica_id not in meant:
             super()._fulfill_next_pending_request(replica, request_metadata)
             return
         self._record_queue_wait_time(own)
@@ -132,19 +134,17 @@ class ResidentRouter(PowerOfTwoChoicesRequestRouter):
             self._given[replica_id] = max(0, self._given[replica_id] + change)
 
     async def _preferred(self, request: PendingRequest | None) -> list[RunningReplica]:
-        """Return the holders that are not too busy."""
+        """Return the holders that are not too busy, or else the least busy replicas."""
         holders = self._holders(request)
         if not holders or len(self._replicas) < 2:
             return []
         lengths = await self._lengths()
-        limit = min(lengths.values(), default=0) + self._slack
-        return [
-            replica
-            for key in holders
-            if (replica := self._replicas.get(key)) is not None
-            and lengths.get(key, limit + 1) <= limit
-            and lengths[key] < replica.max_ongoing_requests
-        ]
+        least = min(lengths.values(), default=0)
+        fair = [key for key in holders if lengths.get(key, 0) <= least + self._slack]
+        # Not left to Serve: of many that come at once it sends all to one replica.
+        chosen = fair or [key for key, length in lengths.items() if length == least]
+        replicas = [self._replicas[key] for key in chosen if key in self._replicas]
+        return [r for r in replicas if lengths.get(r.replica_id, 0) < r.max_ongoing_requests]
 
     def _holders(self, request: PendingRequest | None) -> list[ReplicaID]:
         """Return the replicas that hold the node nearest to the request's end."""

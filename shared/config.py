@@ -304,7 +304,7 @@ class GatewayConfig(_Section):
     max_messages: int = Field(default=2048, ge=1, description="messages per request")
     max_stop_strings: int = Field(default=4, ge=1, description="stop strings per request")
     max_stop_chars: int = Field(default=256, ge=1, description="characters per stop string")
-    max_choices: int = Field(default=8, ge=1, description="largest n")
+    max_choices: int = Field(default=8, ge=1, le=64, description="largest n")
     default_max_tokens: int = Field(default=256, ge=1, description="max_tokens if not given")
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of a request")
     max_ongoing: int = Field(default=128, ge=1, description="requests at once; more get 429")

@@ -155,8 +155,8 @@ def test_every_row_is_its_own_sequences(window: int | None) -> None:
             torch.testing.assert_close(out.double(), naive(*member, window), atol=FLOOR, rtol=0)
     (branch,) = known[2].kv.fork(1)
     forked = [known[2], Known(branch, known[2].caches, list(known[2].own)), known[0]]
-    for counts in ((1, 2, 1), (4, 1, 1)):
-        members = [(k, Tokens.random(world, n)) for k, n in zip(forked, counts, strict=True)]
+    for few in ((1, 2, 1), (4, 1, 1)):
+        members = [(k, Tokens.random(world, n)) for k, n in zip(forked, few, strict=True)]
         for out, member in zip(step(world, members, window), members, strict=True):
             torch.testing.assert_close(out.double(), naive(*member, window), atol=FLOOR, rtol=0)
     for each in (*known, forked[1]):

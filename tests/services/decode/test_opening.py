@@ -156,7 +156,7 @@ def test_opening_takes_the_pages_and_pulling_fills_them() -> None:
     assert {n.manifest.node_id for n in opened.to_pull} == {pool.root.node_id, pool.leaf.node_id}
     entry = pool.root.entry_bytes
     assert opened.bytes_to_pull == (15 + 18) * entry
-    assert not opened.is_complete
+    assert [node.is_complete for node in opened.to_pull] == [False, False]
     pool.opener.pull(opened.to_pull, lambda: None)
     assert opened.is_complete
     root, leaf = copied_chain(pool.pages, opened.views).nodes
