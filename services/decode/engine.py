@@ -229,14 +229,14 @@ class DecodeEngine:
         sequence.spent.store_s = time.perf_counter() - started
         self._inbox.put(lambda: self._wait(sequence))
 
-    def _prepare(self, sequence: Sequence, opened: OpenedChain) -> None:
+    def _prepare(self, sequence: Sequence, opened: OpenedChain, *, fill: bool) -> None:
         """Bring a sequence's nodes, and what its own pages begin with."""
         started = time.perf_counter()
         error: CriticalKVError | None = None
         try:
             # Others may wait for these nodes: they come even if the sequence is given up.
             self._preparation.pull(opened, self._check_not_closed)
-            if sequence.filling:
+            if fill:
                 self._preparation.fill(sequence, lambda: self._check_alive(sequence))
         except CriticalKVError as failure:
             error = failure
@@ -497,7 +497,7 @@ class DecodeEngine:
             return True
         self._opening.append(sequence)
         if opened.to_pull or sequence.filling:
-            self._reading.submit(self._prepare, sequence, opened)
+            self._reading.submit(self._prepare, sequence, opened, fill=sequence.filling)
         else:
             self._poll()
         return False

@@ -258,7 +258,7 @@ def test_a_pull_that_breaks_off_tells_everybody_and_leaves_nothing(layer: int) -
         except NodeMissingError as error:
             met.append(error)
 
-    waiter = threading.Thread(target=wait)
+    waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
     pool.counting.breaks_at = layer
     with pytest.raises(NodeMissingError, match="planted"):
