@@ -78,6 +78,8 @@ def test_the_tenant_with_the_most_running_gives_its_latest() -> None:
     assert victim(needy, running, anybody) is running[2]
     # Its own tenant, too; but itself last of all.
     assert victim(needy, [needy, Item("a", 1), Item("b", 2)], anybody) is not needy
+    crowd = [Item("a", 0), Item("a", 1), Item("a", 2), Item("b", 3)]
+    assert victim(crowd[2], crowd, anybody) is crowd[3]
     late = [Item("a", 5), Item("b", 6)]
     assert victim(needy, [needy, *late], anybody) is late[0]
 
