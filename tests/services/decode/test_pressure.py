@@ -10,11 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from decode_requests import (
+    PAGE,
+    assert_empty,
+    capacity,
+    config,
+    ids,
+    is_end,
+    request,
+    tokens_of,
+)
 
 from criticalkv.services.decode import publication as publication_module
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.services.local import LocalEngine, LocalNode
-from criticalkv.shared.config import DecodeConfig
 from criticalkv.shared.errors import (
     CancelledError,
     CriticalKVError,
@@ -23,18 +32,10 @@ from criticalkv.shared.errors import (
     PoolLimitError,
     StoreUnavailableError,
 )
-from criticalkv.shared.identity import tenant_salt
 from criticalkv.shared.model.loader import LoadedModel
-from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart, Sampling
+from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart
 
 Factory = Callable[..., LoadedModel]
-SALT = tenant_salt("local")
-PAGE = 16
-MIB = 1 << 20
-
-
-def ids(count: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(30, 200), k=count)
 
 
 @pytest.fixture
@@ -42,45 +43,6 @@ def small(tiny_model: Factory) -> Iterator[LocalEngine]:
     """A pool of one MiB, in which a few turns fit."""
     with LocalEngine(tiny_model(), decode=config()) as engine:
         yield engine
-
-
-def config(**fields: Any) -> DecodeConfig:
-    base = {"pool_mb": 1, "page_size": PAGE, "max_num_seqs": 8, "max_queued": 256}
-    return DecodeConfig(**{**base, "node_cache_mb": 1, "max_num_batched_tokens": 24, **fields})
-
-
-def request(context: LocalNode | None, view: tuple[str, ...], **fields: Any) -> DecodeRequest:
-    sampling = {"max_tokens": 8, "ignore_eos": True, **fields.pop("sampling", {})}
-    base: dict[str, Any] = {
-        "request_id": "r",
-        "parent": context.node_id if context else None,
-        "view": view,
-        "token_ids": (65,),
-        "salt": SALT,
-        "sampling": Sampling(**sampling),
-    }
-    return DecodeRequest(**{**base, **fields})
-
-
-def tokens_of(events: list[Any], choice: int = 0) -> tuple[int, ...]:
-    deltas = [e for e in events if isinstance(e, DecodeDelta) and e.choice == choice]
-    return tuple(t for d in deltas for t in d.token_ids)
-
-
-def assert_empty(engine: DecodeEngine) -> None:
-    """Nothing runs, and every page can be had."""
-    deadline = time.monotonic() + 10
-    while engine.in_flight or engine.load().running:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    engine.drop_unused()
-    while engine.pages.free < engine.pages.total:
-        assert time.monotonic() < deadline, engine.pages.total - engine.pages.free
-        time.sleep(0.01)
-    pages = engine.pages.take(engine.pages.total)
-    assert pages is not None
-    assert sorted(pages.tolist()) == list(range(engine.pages.total))  # none twice
-    engine.pages.give_back(pages)
 
 
 def test_two_hundred_requests_and_a_pool_far_too_small(tiny_model: Factory) -> None:
@@ -98,7 +60,9 @@ def test_two_hundred_requests_and_a_pool_far_too_small(tiny_model: Factory) -> N
             got = run_all(small.decode, wanted, cancelled(wanted))
             assert small.decode.in_flight == 0
             assert_empty(small.decode)
-    preempted = sum(e.preemptions for events in got.values() for e in events[-1:] if is_end(e))
+    preempted = sum(
+        e.preemptions for events in got.values() for e in events[-1:] if isinstance(e, DecodeEnd)
+    )
     assert preempted > 20, "the pool was not too small"
     for i, tokens in right.items():
         assert tokens_of(got[i]) == tokens, f"request {i}"
@@ -134,7 +98,7 @@ def run_all(
 
     def emit(i: int, event: Any) -> None:
         got[i].append(event)
-        if is_end(event) or isinstance(event, CriticalKVError):
+        if is_end(event):
             ended.put(i)
 
     running = [
@@ -153,10 +117,6 @@ def run_all(
         ended.get(timeout=120)
     thread.join()
     return got
-
-
-def is_end(event: Any) -> bool:
-    return isinstance(event, DecodeEnd)
 
 
 @pytest.mark.parametrize("fault", ["none", "store fails", "node lost"])
@@ -203,9 +163,7 @@ def unavailable(*_: Any, **__: Any) -> Any:
 
 
 def test_a_turn_larger_than_the_pool_is_refused_with_the_figures(small: LocalEngine) -> None:
-    pages = small.decode.pages
-    heads = small.model.spec.num_layers * small.model.spec.num_kv_heads
-    fits = pages.total // heads * PAGE
+    fits = capacity(small.decode, small.model.spec)
     with pytest.raises(PoolLimitError, match="pool has 1 MiB"):
         small.decode.generate(request(None, (), sampling={"max_tokens": fits + PAGE})).__next__()
     end = list(small.decode.generate(request(None, (), sampling={"max_tokens": fits - 1})))[-1]
@@ -214,8 +172,7 @@ def test_a_turn_larger_than_the_pool_is_refused_with_the_figures(small: LocalEng
 
 
 def test_a_context_larger_than_the_pool_can_be_read_at_a_lower_tier(small: LocalEngine) -> None:
-    heads = small.model.spec.num_layers * small.model.spec.num_kv_heads
-    fits = small.decode.pages.total // heads * PAGE
+    fits = capacity(small.decode, small.model.spec)
     context = small.compress_tokens(ids(fits + 100, 1), policy="default")
     with pytest.raises(PoolLimitError, match="lower tier"):
         list(small.decode.generate(request(context, ("1",))))
@@ -228,8 +185,7 @@ def test_a_context_larger_than_the_pool_can_be_read_at_a_lower_tier(small: Local
 
 
 def test_a_full_pool_admits_at_a_lower_tier_only_who_allows_it(small: LocalEngine) -> None:
-    heads = small.model.spec.num_layers * small.model.spec.num_kv_heads
-    fits = small.decode.pages.total // heads * PAGE
+    fits = capacity(small.decode, small.model.spec)
     first, second = (small.compress_tokens(ids(fits // 2, n), policy="default") for n in (1, 2))
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     holding = small.decode.submit(
@@ -298,9 +254,7 @@ def test_choices_share_the_prompt_and_differ_by_their_seeds(tiny_model: Factory)
         context = local.compress_tokens(ids(120, 1), policy="default")
         alone = []
         for seed in (7, 8, 9):
-            item = request(
-                context, ("0.4",), token_ids=prompt, sampling={**sampling, "seed": seed}
-            )
+            item = request(context, ("0.4",), token_ids=prompt, sampling={**sampling, "seed": seed})
             alone.append(tokens_of(list(local.decode.generate(item))))
         seeds = {"branch_seeds": (8, 9), "token_ids": prompt, "sampling": sampling}
         events = list(local.decode.generate(request(context, ("0.4",), **seeds)))
