@@ -2,7 +2,7 @@
 
 Plain Python and threads; knows no Ray and no HTTP. One thread admits, steps the model and
 makes room; it never waits for the store while others can run. Measuring and pulling
-chains, and publishing turns, happen in small pools beside it.
+chains, swapping and publishing turns happen in small pools beside it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from criticalkv.shared.requests import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-IO_THREADS = 4  # to measure and pull chains; as many again to publish turns
+IO_THREADS = 4  # for each kind of work with the store
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.005  # between tries when no running sequence has room
 PUBLISH_TIMEOUT_S = 30.0
@@ -108,10 +108,11 @@ class DecodeEngine:
         self._load, self._load_due = self._measure_load(), 0.0
         self._failed_steps = 0
         self._closed = threading.Event()
-        # Apart, so that hanging publications never keep anybody else waiting.
-        self._reading = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-open")
-        self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-publish")
+        # Apart, so that what hangs in one kind of work never keeps another waiting.
+        self._measuring = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-measure")
+        self._pulling = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-pull")
         self._swapping = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-swap")
+        self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-publish")
         self._thread = threading.Thread(target=self._loop, name="decode-step", daemon=True)
         self._thread.start()
 
@@ -158,7 +159,7 @@ class DecodeEngine:
             arrival = next(self._arrivals)
             sequence = Sequence(request, emit, self._model, deadline, arrival, policy)
             self._live.add(sequence)
-            self._reading.submit(self._guarded, sequence, lambda: self._measure(sequence))
+            self._measuring.submit(self._guarded, sequence, lambda: self._measure(sequence))
         return sequence
 
     def generate(self, request: DecodeRequest) -> Iterator[Event]:
@@ -210,7 +211,7 @@ class DecodeEngine:
         self._inbox.put(lambda: None)
         self._thread.join(timeout=PUBLISH_TIMEOUT_S)
         # Queued jobs run: they find the engine closed and give back what they hold.
-        for pool in (self._reading, self._swapping, self._writing):
+        for pool in (self._measuring, self._pulling, self._swapping, self._writing):
             pool.shutdown(wait=True)
         for sequence in list(self._live):
             self._fail(sequence, CancelledError("the decode worker is stopping"))
@@ -492,12 +493,12 @@ class DecodeEngine:
         is_alone = not self._running and not self._opening
         if opened.to_pull and not sequence.filling and is_alone:
             # Nobody else waits: the question's first layers go while the others come.
-            self._reading.submit(self._pull_while_it_runs, opened)
+            self._pulling.submit(self._pull_while_it_runs, opened)
             self._run(sequence)
             return True
         self._opening.append(sequence)
         if opened.to_pull or sequence.filling:
-            self._reading.submit(self._prepare, sequence, opened, fill=sequence.filling)
+            self._pulling.submit(self._prepare, sequence, opened, fill=sequence.filling)
         else:
             self._poll()
         return False

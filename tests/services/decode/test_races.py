@@ -231,7 +231,7 @@ def test_a_turn_begins_at_no_tier_at_which_it_could_not_end(tiny_model: Factory)
         context = small.compress_tokens(ids(fits // 2, 1), policy="default")
         sampling = {"max_tokens": fits * 7 // 10}
         item = request(context, ("1",), min_tier="0.05", deadline_s=40, sampling=sampling)
-        events = list(small.decode.generate(item))
+        events: list[Any] = list(small.decode.generate(item))
         assert float(events[0].tier) < 1
         assert len(tokens_of(events)) == fits * 7 // 10
         assert_empty(small.decode)
@@ -279,7 +279,7 @@ def test_a_pull_that_fails_when_all_has_come_harms_nobody(
 ) -> None:
     item = request(context, ("0.4",), publish=False, sampling={"max_tokens": 60})
     right = tokens_of(list(local.decode.generate(item)))
-    local.decode.drop_unused()
+    assert_empty(local.decode)
     other = run_long(local.decode) if beside == "another" else None
     has_begun, has_failed = threading.Event(), threading.Event()
 
@@ -305,11 +305,15 @@ def test_a_pull_that_fails_when_all_has_come_harms_nobody(
     assert_empty(local.decode)
 
 
-def test_waiting_for_one_slow_node_keeps_no_other_request_waiting(
-    local: LocalEngine, context: LocalNode, watched: WatchedStore
+@pytest.mark.parametrize("nodes", ["one", "several"])
+def test_waiting_for_slow_nodes_keeps_no_other_request_waiting(
+    local: LocalEngine, context: LocalNode, watched: WatchedStore, nodes: str
 ) -> None:
-    """As many wait for it as there are threads that read."""
-    release = threading.Event()
+    """As many wait for them as there are threads that read."""
+    release, count = threading.Event(), engine_module.IO_THREADS
+    contexts = [context] * count
+    if nodes == "several":
+        contexts = [local.compress_tokens(ids(60, n), policy="snapkv") for n in range(count)]
 
     def hang(_: str) -> None:
         release.wait(20)
@@ -318,14 +322,14 @@ def test_waiting_for_one_slow_node_keeps_no_other_request_waiting(
     running = run_long(local.decode)
     events: Events = queue.SimpleQueue()
     try:
-        for _ in range(engine_module.IO_THREADS):
-            local.decode.submit(request(context, ("0.4",)), events.put)
-        wait_until(lambda: len(local.decode._opening) == engine_module.IO_THREADS)
+        for slow in contexts:
+            local.decode.submit(request(slow, ("0.4",)), events.put)
+        wait_until(lambda: len(local.decode._opening) == count)
         answered = list(local.decode.generate(request(None, (), deadline_s=5)))
         assert isinstance(answered[-1], DecodeEnd)
     finally:
         release.set()
-    for _ in range(engine_module.IO_THREADS):
+    for _ in contexts:
         assert isinstance(until_end(events)[-1], DecodeEnd)
     assert_unharmed(running)
 
@@ -345,7 +349,7 @@ def test_a_pull_that_ends_late_says_nothing_about_a_later_opening(
     engine = local.decode
     item = request(context, ("0.4",), publish=False, sampling={"max_tokens": 60})
     right = tokens_of(list(engine.generate(item)))
-    engine.drop_unused()
+    assert_empty(engine)
     other = run_long(engine) if beside == "another" else None
     is_read_back, has_reported = threading.Event(), threading.Event()
     prepared = engine._prepared
@@ -413,7 +417,7 @@ def test_choices_that_fail_together_end_with_one_error(
     assert [type(end) for end in ends_after_closing(events)] == [NumericsError]
 
 
-@pytest.mark.parametrize("kind", [DecodeStart, DecodeDelta, DecodeEnd, CriticalKVError])
+@pytest.mark.parametrize("kind", [DecodeStart, DecodeDelta, CriticalKVError])
 def test_a_listener_that_fails_ends_its_own_request_only(
     local: LocalEngine, kind: type[Any]
 ) -> None:
@@ -440,23 +444,25 @@ def test_who_fails_at_a_steps_end_takes_no_others_logits_along(
 ) -> None:
     """The first of two stepwise turns fails; the second's next token is still its own."""
     stepwise: dict[str, Any] = {"policy": STEPWISE, "publish": False}
-    first = request(None, (), token_ids=tuple(ids(5, 5)), sampling={"max_tokens": 400}, **stepwise)
-    second = request(None, (), token_ids=tuple(ids(6, 6)), **stepwise)
-    right = tokens_of(list(local.decode.generate(second)))
+    prompts = tuple(ids(5, 5)), tuple(ids(6, 6))
+    long = request(None, (), token_ids=prompts[0], sampling={"max_tokens": 400}, **stepwise)
+    short = request(None, (), token_ids=prompts[1], sampling={"max_tokens": 40}, **stepwise)
+    right = tokens_of(list(local.decode.generate(short)))
     end_step = StepwiseKV.end_step
 
     def failing(self: StepwiseKV) -> None:
-        running = local.decode._running
-        if len(running) == 2 and running[0].kv is self and len(running[1].generated) == 3:
+        first, *others = sorted(local.decode._running, key=lambda s: s.arrival)
+        if first.kv is self and first.generated and any(len(s.generated) > 2 for s in others):
             raise NumericsError("planted")
         end_step(self)
 
     monkeypatch.setattr(StepwiseKV, "end_step", failing)
     failed: Events = queue.SimpleQueue()
     unharmed: Events = queue.SimpleQueue()
-    local.decode.submit(first, failed.put)
-    assert isinstance(failed.get(timeout=10), DecodeStart)
-    local.decode.submit(second, unharmed.put)
+    with step_thread_held(local.decode) as wait_for_measured:
+        local.decode.submit(long, failed.put)
+        local.decode.submit(short, unharmed.put)
+        wait_for_measured(2)
     assert isinstance(until_end(failed)[-1], NumericsError)
     assert tokens_of(until_end(unharmed)) == right
     assert_empty(local.decode)
@@ -470,9 +476,9 @@ def test_a_turn_that_ends_where_another_was_swapped_out_is_a_node_of_its_own(
     made_room = preempt_once(local.decode, monkeypatch, parent=None)
     long = request(None, (), token_ids=prompt, sampling={"max_tokens": 50})
     short = request(None, (), token_ids=prompt, sampling={"max_tokens": 10})
-    swapped = list(local.decode.generate(long))
+    swapped: list[Any] = list(local.decode.generate(long))
     assert len(made_room) == swapped[-1].preemptions == 1
-    events = list(local.decode.generate(short))
+    events: list[Any] = list(local.decode.generate(short))
     manifest = local.manifest(LocalNode(events[-1].node_id, (), False))
     assert manifest.num_tokens == len(prompt) + 9
     assert manifest.pending_ids[0] == tokens_of(events)[-1]
