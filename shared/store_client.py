@@ -486,14 +486,20 @@ class StoreClient:
     def _idempotent(self, method: str, request: Message) -> Any:
         # Retried on UNAVAILABLE only: nothing else says that trying again may help.
         deadline = time.monotonic() + self.timeout_s
+        unavailable: StoreUnavailableError | None = None
         for attempt in range(ATTEMPTS):
             try:
                 return self._once(method, request, deadline - time.monotonic())
-            except StoreUnavailableError:
+            except StoreUnavailableError as error:
+                unavailable = error
                 pause = BACKOFF_S * 4**attempt * random.uniform(0.5, 1.5)
                 if attempt + 1 == ATTEMPTS or time.monotonic() + pause >= deadline:
                     raise
                 time.sleep(pause)
+            except DeadlineError:
+                if unavailable is None:
+                    raise
+                raise unavailable from None  # the retry came too late to say more
         raise AssertionError("unreachable")
 
     def _once(self, method: str, request: Message, timeout_s: float | None = None) -> Any:

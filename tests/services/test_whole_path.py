@@ -73,14 +73,14 @@ class EngineWorkers:
         sequence = self.decoder.submit(
             request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event) and None
         )
+        running = 1 + len(request.branch_seeds)
         try:
-            while True:
+            while running:
                 event = await events.get()
                 if isinstance(event, CriticalKVError):
                     raise event
                 yield event
-                if isinstance(event, DecodeEnd):
-                    return
+                running -= isinstance(event, DecodeEnd)
         finally:
             sequence.cancelled.set()
 

@@ -51,6 +51,18 @@ def test_nobody_listens():
         assert time.monotonic() - began < 2
 
 
+def test_a_retry_that_comes_too_late_says_what_went_wrong_before(monkeypatch):
+    failures = [errors.StoreUnavailableError("nobody listens"), errors.DeadlineError("too late")]
+    with StoreClient("127.0.0.1:1", timeout_s=5.0) as client:
+
+        def fail(*_):
+            raise failures.pop(0)
+
+        monkeypatch.setattr(client, "_once", fail)
+        with pytest.raises(errors.StoreUnavailableError, match="nobody listens"):
+            client.stat(["0" * 64])
+
+
 def test_black_hole_ends_at_the_deadline():
     with socket.socket() as hole:
         hole.bind(("127.0.0.1", 0))
