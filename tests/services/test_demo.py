@@ -116,5 +116,7 @@ def test_ctrl_c_leaves_nothing(wait_s: float, tmp_path: Path, demo_model: Loaded
     seen = family(process.pid)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=90)
-    assert process.returncode == 130
+    # On a slow machine the command line may still be importing: then CPython itself ends
+    # by the signal. A shell says 130 for both.
+    assert process.returncode in (130, -signal.SIGINT)
     assert_gone(seen)
