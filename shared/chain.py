@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.spec import ModelSpec
 from criticalkv.shared.node_store import NodeStore, Reader
 
+T = TypeVar("T")
 MAX_CHAIN = 512
 """Longest chain; its ids and view must fit into a manifest's header."""
 
@@ -132,20 +134,13 @@ class ChainLoader:
         """
         if leaf is None:
             return Chain()
-        if not view:
-            raise NodeMissingError.of(leaf, "no view was given to read it at")
-        started = time.perf_counter()
-        pulled = [0]
-        last = self._node(leaf, view[-1], salt, pulled)
-        if len(view) != len(last.manifest.ancestors) + 1:
-            raise NodeMissingError.of(leaf, "its chain and the wanted view differ in length")
-        nodes = []
-        for node_id, tier in zip(last.manifest.ancestors, view, strict=False):
-            check()
-            nodes.append(self._node(node_id, tier, salt, pulled))
-        chain = Chain((*nodes, last), pulled[0], 1e3 * (time.perf_counter() - started))
-        check_chain([node.manifest for node in chain.nodes], self._spec)
-        return chain
+        started, pulled = time.perf_counter(), [0]
+
+        def read(node_id: NodeId, tier: str) -> ChainNode:
+            return self._node(node_id, tier, salt, pulled)
+
+        nodes = walk_chain(leaf, view, read, lambda node: node.manifest, self._spec, check)
+        return Chain(tuple(nodes), pulled[0], 1e3 * (time.perf_counter() - started))
 
     def _node(self, node_id: NodeId, tier: str, salt: str, pulled: list[int]) -> ChainNode:
         node = self._pull(node_id, tier, pulled)
@@ -159,6 +154,43 @@ class ChainLoader:
                 pulled[0] += layer.nbytes
                 layers.append(layer)
             return ChainNode(reader.manifest, cache_of(reader.manifest, tier, layers))
+
+
+def walk_chain(
+    leaf: NodeId,
+    view: Sequence[str],
+    read: Callable[[NodeId, str], T],
+    manifest_of: Callable[[T], Manifest],
+    spec: ModelSpec,
+    check: Callable[[], None],
+) -> list[T]:
+    """Read a chain's nodes by its leaf, which names the others; root first.
+
+    Args:
+        leaf: last node.
+        view: exact tier to read each node at, root first, leaf last.
+        read: reads one node at a tier.
+        manifest_of: of what `read` returns.
+        spec: the model that will go on from there.
+        check: called before each ancestor; may raise to stop.
+
+    Raises:
+        NodeMissingError: if chain and view differ in length, and what `read` raises.
+        ContextLengthError: see `check_chain`.
+    """
+    if not view:
+        raise NodeMissingError.of(leaf, "no view was given to read it at")
+    last = read(leaf, view[-1])
+    ancestors = manifest_of(last).ancestors
+    if len(view) != len(ancestors) + 1:
+        raise NodeMissingError.of(leaf, "its chain and the wanted view differ in length")
+    nodes = []
+    for node_id, tier in zip(ancestors, view, strict=False):
+        check()
+        nodes.append(read(node_id, tier))
+    nodes.append(last)
+    check_chain([manifest_of(node) for node in nodes], spec)
+    return nodes
 
 
 def open_at(

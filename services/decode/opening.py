@@ -23,7 +23,7 @@ from criticalkv.services.decode.resident import (
     pages_of,
 )
 from criticalkv.shared.cache.manifest import Manifest
-from criticalkv.shared.chain import check_chain, check_manifest, open_at, read_layers
+from criticalkv.shared.chain import check_manifest, open_at, read_layers, walk_chain
 from criticalkv.shared.errors import CriticalKVError, NodeMissingError
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.spec import ModelSpec
@@ -148,17 +148,12 @@ class ChainOpener:
         check()
         if leaf is None:
             return MeasuredChain()
-        if not view:
-            raise NodeMissingError.of(leaf, "no view was given to read it at")
-        last = self._manifest(leaf, view[-1], salt)
-        if len(view) != len(last.ancestors) + 1:
-            raise NodeMissingError.of(leaf, "its chain and the wanted view differ in length")
-        manifests = []
-        for node_id, tier in zip(last.ancestors, view, strict=False):
-            check()
-            manifests.append(self._manifest(node_id, tier, salt))
-        check_chain([*manifests, last], self._spec)
-        return MeasuredChain((*manifests, last), tuple(view))
+
+        def read(node_id: NodeId, tier: str) -> Manifest:
+            return self._manifest(node_id, tier, salt)
+
+        manifests = walk_chain(leaf, view, read, lambda manifest: manifest, self._spec, check)
+        return MeasuredChain(tuple(manifests), tuple(view))
 
     def pages_to_pull(self, chain: MeasuredChain) -> int:
         """Pages that the chain needs beyond the nodes that are in the pool."""

@@ -193,8 +193,7 @@ class Residents:
             self._nodes[node.manifest.node_id] = node
             node.users = 1
             if old is not None and not old.users:
-                self._forget_unused(old)
-                self._pages.give_back(old.pages)
+                self._drop(old)
 
     def make_room(self, count: int) -> bool:
         """Drop unused nodes until `count` pages are free; return whether they are."""

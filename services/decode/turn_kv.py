@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from criticalkv.services.decode.pages import Ints, Pages
-from criticalkv.services.decode.resident import NodeView, Residents
+from criticalkv.services.decode.resident import NodeView, Residents, pages_of
 from criticalkv.shared.cache.ragged import RaggedCache, dense_layer
 
 
@@ -209,7 +209,7 @@ def _prefix_tables(
 ) -> tuple[Ints, Ints]:
     """Lay the pages of a chain's nodes out, head by head, without gaps."""
     lens = [view.lens for view in views]
-    counts = [-(-n // page_size) for n in lens]
+    counts = [pages_of(n, page_size) for n in lens]
     begin = np.zeros(heads, np.int32)
     width = int(np.sum(counts, 0).max()) if views else 0
     tables = np.zeros((*heads, width), np.int32)
