@@ -20,18 +20,20 @@ class PutFrame(_message.Message):
     def __init__(self, begin: _Optional[_Union[PutBegin, _Mapping]] = ..., segment: _Optional[_Union[PutSegment, _Mapping]] = ..., commit: _Optional[_Union[PutCommit, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PutBegin(_message.Message):
-    __slots__ = ("node_id", "attempt", "lease_token", "expected_bytes", "ancestors")
+    __slots__ = ("node_id", "attempt", "lease_token", "expected_bytes", "ancestors", "tenant")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEASE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ANCESTORS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     attempt: str
     lease_token: str
     expected_bytes: int
     ancestors: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., attempt: _Optional[str] = ..., lease_token: _Optional[str] = ..., expected_bytes: _Optional[int] = ..., ancestors: _Optional[_Iterable[str]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, node_id: _Optional[str] = ..., attempt: _Optional[str] = ..., lease_token: _Optional[str] = ..., expected_bytes: _Optional[int] = ..., ancestors: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class PutSegment(_message.Message):
     __slots__ = ("index",)
@@ -64,18 +66,20 @@ class PutResult(_message.Message):
     def __init__(self, published: _Optional[bool] = ..., generation: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
 
 class GetNodeRequest(_message.Message):
-    __slots__ = ("node_id", "tier", "layer_begin", "layer_end", "byte_limit")
+    __slots__ = ("node_id", "tier", "layer_begin", "layer_end", "byte_limit", "direct")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     BYTE_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     tier: str
     layer_begin: int
     layer_end: int
     byte_limit: int
-    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., byte_limit: _Optional[int] = ...) -> None: ...
+    direct: bool
+    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., byte_limit: _Optional[int] = ..., direct: _Optional[bool] = ...) -> None: ...
 
 class GetFrame(_message.Message):
     __slots__ = ("header", "segment", "payload")
@@ -88,16 +92,36 @@ class GetFrame(_message.Message):
     def __init__(self, header: _Optional[_Union[GetHeader, _Mapping]] = ..., segment: _Optional[_Union[GetSegment, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class GetHeader(_message.Message):
-    __slots__ = ("manifest_parts", "generation", "tier", "segment_count")
+    __slots__ = ("manifest_parts", "generation", "tier", "segment_count", "location")
     MANIFEST_PARTS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
     manifest_parts: _containers.RepeatedScalarFieldContainer[bytes]
     generation: int
     tier: str
     segment_count: int
-    def __init__(self, manifest_parts: _Optional[_Iterable[bytes]] = ..., generation: _Optional[int] = ..., tier: _Optional[str] = ..., segment_count: _Optional[int] = ...) -> None: ...
+    location: RedisLocation
+    def __init__(self, manifest_parts: _Optional[_Iterable[bytes]] = ..., generation: _Optional[int] = ..., tier: _Optional[str] = ..., segment_count: _Optional[int] = ..., location: _Optional[_Union[RedisLocation, _Mapping]] = ...) -> None: ...
+
+class RedisLocation(_message.Message):
+    __slots__ = ("path", "host", "port", "tls", "username", "password", "database")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
+    USERNAME_FIELD_NUMBER: _ClassVar[int]
+    PASSWORD_FIELD_NUMBER: _ClassVar[int]
+    DATABASE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    host: str
+    port: int
+    tls: bool
+    username: str
+    password: str
+    database: int
+    def __init__(self, path: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tls: _Optional[bool] = ..., username: _Optional[str] = ..., password: _Optional[str] = ..., database: _Optional[int] = ...) -> None: ...
 
 class GetSegment(_message.Message):
     __slots__ = ("index",)
@@ -152,14 +176,16 @@ class NodeStat(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., present: _Optional[bool] = ..., generation: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., tier_bytes: _Optional[_Iterable[int]] = ..., tier_entries: _Optional[_Iterable[int]] = ..., full_entries: _Optional[int] = ..., num_tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., pending_ids: _Optional[_Iterable[int]] = ..., ancestors: _Optional[_Iterable[str]] = ..., view: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class DeleteNodeRequest(_message.Message):
-    __slots__ = ("node_id", "expected_attempt", "unreferenced")
+    __slots__ = ("node_id", "expected_attempt", "unreferenced", "expected_generation")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     UNREFERENCED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_GENERATION_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     expected_attempt: str
     unreferenced: bool
-    def __init__(self, node_id: _Optional[str] = ..., expected_attempt: _Optional[str] = ..., unreferenced: _Optional[bool] = ...) -> None: ...
+    expected_generation: int
+    def __init__(self, node_id: _Optional[str] = ..., expected_attempt: _Optional[str] = ..., unreferenced: _Optional[bool] = ..., expected_generation: _Optional[int] = ...) -> None: ...
 
 class LinkBetterRequest(_message.Message):
     __slots__ = ("node_id", "better_id")

@@ -132,6 +132,15 @@ class EvictionConfig(_Section):
         return canonical_tier(value)
 
 
+class TenantQuota(_Section):
+    """A tenant's share of the store. 0 = no limit."""
+
+    max_mb: int = Field(default=0, ge=0, description="payload bytes, MiB")
+    max_nodes: int = Field(default=0, ge=0, description="stored nodes")
+    max_pins: int = Field(default=0, ge=0, description="pinned nodes")
+    max_ttl_s: int = Field(default=0, ge=0, description="a longer time to live is shortened to it")
+
+
 class StoreConfig(_Section):
     """The cache store server and the Redis behind it."""
 
@@ -140,13 +149,38 @@ class StoreConfig(_Section):
     )
     redis_url: str = Field(
         default="embedded",
-        description="'embedded' (own Valkey child process) or redis://, rediss://, unix:// URL",
+        description="'embedded' (own Valkey child process) or a URL: redis://, rediss://, unix://; "
+        "redis+sentinel://HOST:PORT,…/SERVICE, redis+cluster://HOST:PORT,… (rediss+… for TLS)",
+    )
+    redis_ca: str = Field(
+        default="", description="certificate authority of rediss:// URLs, PEM; empty = the system's"
+    )
+    redis_reader_url: str = Field(
+        default="",
+        description="user (and address) that read_path 'direct' reads segments with; it needs GET "
+        "on ckv:* and nothing else. Not for 'embedded', which makes one itself",
+    )
+    read_path: Literal["grpc", "direct"] = Field(
+        default="grpc",
+        description="how clients read segments: through the store, or straight from its Redis "
+        "where the store offers that",
     )
     data_dir: str = Field(
         default="", description="private directory of the embedded Valkey; empty = a fresh one"
     )
-    memory_limit_mb: int = Field(
-        default=2048, ge=16, description="payload bytes kept before least valuable nodes go, MiB"
+    memory_limit_mb: int = Field(default=2048, ge=16, description="payload bytes kept, MiB")
+    high_watermark: float = Field(
+        default=0.9, gt=0, le=1, description="share of the limit from which nodes shrink or go"
+    )
+    low_watermark: float = Field(
+        default=0.8, gt=0, le=1, description="share of the limit down to which they do"
+    )
+    shrink_floor: str = Field(
+        default="0.2", description="tier below which no node shrinks; it then goes as a whole"
+    )
+    tenant_quota: TenantQuota = TenantQuota()
+    tenant_quotas: dict[str, TenantQuota] = Field(
+        default={}, description="quotas of single tenants, by name, instead of tenant_quota"
     )
     node_ttl_s: int = Field(default=24 * 3600, ge=1, description="life of an untouched node")
     record_ttl_s: int = Field(
@@ -174,11 +208,29 @@ class StoreConfig(_Section):
         description="certificate authority that clients trust, PEM file; setting it "
         "makes clients use TLS",
     )
+    tls_client_ca: str = Field(
+        default="",
+        description="certificate authority of clients, PEM file; setting it makes the server "
+        "refuse clients without a certificate",
+    )
+    tls_client_cert: str = Field(default="", description="certificate of clients, PEM file")
+    tls_client_key: str = Field(default="", description="private key of `tls_client_cert`, PEM")
     token_file: str = Field(
         default="",
         description="file with the bearer token of every call; needed when `address` "
         "is not loopback",
     )
+
+    @field_validator("shrink_floor", mode="before")
+    @classmethod
+    def _shrink_floor(cls, value: Any) -> str:
+        return canonical_tier(value)
+
+    @model_validator(mode="after")
+    def _watermarks(self) -> Self:
+        if self.low_watermark > self.high_watermark:
+            raise ValueError("low_watermark must not exceed high_watermark")
+        return self
 
 
 class Autoscaling(_Section):

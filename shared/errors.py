@@ -133,6 +133,12 @@ class StoreFullError(OverloadedError):
     kind = "server_error"
 
 
+class QuotaExceededError(OverloadedError):
+    """The tenant's share of the store is used up, and nothing of it may go."""
+
+    code = "quota_exceeded"
+
+
 class StoreUnavailableError(CriticalKVError):
     """The store, or the Redis behind it, does not answer."""
 

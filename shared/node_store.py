@@ -82,6 +82,7 @@ class NodeStore(Protocol):
         lease_token: str = "",
         ancestors: Sequence[NodeId] = (),
         expected_bytes: int = 0,
+        tenant: str = "",
         timeout_s: float = 600.0,
         check: Callable[[], None] | None = None,
     ) -> Writer:
@@ -93,6 +94,7 @@ class NodeStore(Protocol):
             lease_token: proves the right to publish, if a lease is held.
             ancestors: root first; kept alive while this node is written.
             expected_bytes: of payload, for an early refusal; 0 = unknown.
+            tenant: digest of whose quota it counts against; "" = nobody's.
             timeout_s: of the whole put.
             check: called while waiting; what it raises ends the put.
         """

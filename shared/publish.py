@@ -43,6 +43,7 @@ class NodePublisher:
         lease_token: str = "",
         ancestors: Sequence[str] = (),
         expected_bytes: int = 0,
+        tenant: str = "",
         timeout_s: float = 600.0,
         check: Callable[[], None] | None = None,
     ) -> None:
@@ -57,6 +58,7 @@ class NodePublisher:
             lease_token=lease_token,
             ancestors=self._ancestors,
             expected_bytes=expected_bytes,
+            tenant=tenant,
             timeout_s=timeout_s,
             check=check,
         )
@@ -147,6 +149,7 @@ def publish_cache(
     pending_ids: Sequence[int] = (),
     prefill_ms: float = 0.0,
     ttl_ms: int = 0,
+    tenant: str = "",
     timeout_s: float = 600.0,
 ) -> Published:
     """Publish a node whose KV is at hand as a whole, such as a turn."""
@@ -156,6 +159,7 @@ def publish_cache(
         attempt,
         ancestors=ancestors,
         expected_bytes=cache.nbytes,
+        tenant=tenant,
         timeout_s=timeout_s,
     ) as publisher:
         for index, layer in enumerate(cache.layers):

@@ -36,6 +36,7 @@ class PrefillRequest(_Message):
     lease_token: str = ""
     ttl_ms: int = Field(default=0, ge=0, description="0 = the store's default")
     deadline_s: float = Field(default=600.0, gt=0)
+    tenant: str = Field(default="", description="digest of whose quota the node counts against")
     background: bool = Field(
         default=False, description="nobody waits for it: it stands back while others run"
     )

@@ -53,6 +53,7 @@ from criticalkv.shared.errors import (
     LeaseLostError,
     NodeMissingError,
     OverloadedError,
+    QuotaExceededError,
     StoreFullError,
     StoreUnavailableError,
 )
@@ -215,6 +216,7 @@ class StoreClient:
         expected_bytes: int = 0,
         timeout_s: float = 600.0,
         ancestors: Sequence[str] = (),
+        tenant: str = "",
         check: Callable[[], None] | None = None,
     ) -> NodeWriter:
         """Start writing a node; nothing is visible before NodeWriter.commit.
@@ -226,6 +228,7 @@ class StoreClient:
             expected_bytes: payload bytes to come, for early refusal; 0 = unknown.
             timeout_s: deadline of the whole put.
             ancestors: the node's, root first; the store keeps them while the put runs.
+            tenant: digest of whose quota the node counts against; "" = nobody's.
             check: called often while the writer waits for the network or the store;
                 what it raises aborts the put and is raised by `send` or `commit`.
         """
@@ -235,6 +238,7 @@ class StoreClient:
             lease_token=lease_token,
             expected_bytes=expected_bytes,
             ancestors=ancestors,
+            tenant=tenant,
         )
         return NodeWriter(self._call("PutNode"), self._metadata(), begin, timeout_s, check)
 
@@ -780,7 +784,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[CriticalKVError]] = {
     grpc.StatusCode.CANCELLED: CancelledError,
 }
 _BY_CODE: dict[str, type[CriticalKVError]] = {
-    kind.code: kind for kind in (StoreFullError, ContextNotFoundError)
+    kind.code: kind for kind in (StoreFullError, QuotaExceededError, ContextNotFoundError)
 }
 
 

@@ -122,6 +122,7 @@ class Publication:
             attempt=secrets.token_hex(16),
             prefill_ms=1e3 * (time.perf_counter() - turn.started),
             ttl_ms=ttl_ms,
+            tenant=turn.request.tenant,
             timeout_s=self._timeout_s,
         )
 

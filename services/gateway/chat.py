@@ -85,7 +85,7 @@ class Chat:
         base = await self._base(tenant, request)
         prompt, transcript = await asyncio.to_thread(self._render, request, messages, base)
         known = await self._known(tenant, handle) if is_retry else ()
-        want = self._want(request, base, known)
+        want = self._want(tenant, request, base, known)
         plan = await self._plan(request, base, prompt, want, deadline)
         turn = Turn(core, tenant, request, handle, base, want, transcript, received)
         await turn.open(plan, deadline)
@@ -146,11 +146,14 @@ class Chat:
         reusable = transcripts if template.incremental else []
         return flatten(pieces, template, messages, reusable), after
 
-    def _want(self, request: ChatRequest, base: Base, known: Collection[NodeId]) -> Want:
+    def _want(
+        self, tenant: Tenant, request: ChatRequest, base: Base, known: Collection[NodeId]
+    ) -> Want:
         return self._core.want(
             policy=base.policy,
             first_policy=base.first_policy,
             salt=base.salt,
+            tenant=tenant.digest,
             read_tier=request.criticalkv.read_tier,
             store_tier=request.criticalkv.store_tier,
             ttl_ms=_ttl_ms(request),

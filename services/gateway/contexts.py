@@ -64,6 +64,7 @@ class Contexts:
         want = core.want(
             policy=policy,
             salt=salt,
+            tenant=tenant.digest,
             store_tier=request.store_tier,
             ttl_ms=ttl_ms,
             first_policy=first,

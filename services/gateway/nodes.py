@@ -43,6 +43,7 @@ class Want:
         turn_policy: canonical; of the turn to come, "dense" or stepwise.
         known: nodes that an earlier attempt of the same request went on from; they are
             taken before any other.
+        tenant: digest of whose quota new nodes count against.
     """
 
     policy: str
@@ -54,6 +55,7 @@ class Want:
     turn_policy: str = POLICY_DENSE
     first_policy: str | None = None
     known: frozenset[NodeId] = frozenset()
+    tenant: str = ""
 
     @property
     def settled(self) -> Want:

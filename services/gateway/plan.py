@@ -97,6 +97,7 @@ class Plan:
     token_ids: tuple[int, ...]
     spent: Spent
     provisional: Provisional | None = None
+    tenant: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -155,7 +156,7 @@ class Planner:
         """
         before = await self._restorer.length(node_id)
         check_room(before + len(prompt.ids), room, self._model.max_positions)
-        node, done = await self._restorer.restore(node_id, deadline, want.at_least)
+        node, done = await self._restorer.restore(node_id, deadline, want.at_least, want.tenant)
         found = Found(node, 0)
         check_room(_length(found, prompt), room, self._model.max_positions)
         return await self._finish(prompt, found, want, Spent(done), deadline)
@@ -165,7 +166,7 @@ class Planner:
         check_room(len(prompt.ids), 1, self._model.max_positions)
         found, spent = await self._lookup.longest(prompt, want), Spent()
         found = await self._to_last_boundary(prompt, found, want, spent, deadline)
-        return Plan(found.node, (), spent, _provisional(found, want))
+        return Plan(found.node, (), spent, _provisional(found, want), want.tenant)
 
     async def refine(self, cheap: Provisional, deadline: Deadline, made: Made) -> Node:
         """Compute a chain's end under the wanted policy, behind everything else.
@@ -196,8 +197,9 @@ class Planner:
     async def restore(self, plan: Plan, deadline: Deadline) -> Plan:
         """Rebuild the chain of a plan whose KV was lost meanwhile."""
         assert plan.parent is not None
-        parent, done = await self._restorer.restore(plan.parent.id, deadline)
-        return Plan(parent, plan.token_ids, Spent([*plan.spent.results, *done]))
+        parent, done = await self._restorer.restore(plan.parent.id, deadline, tenant=plan.tenant)
+        spent = Spent([*plan.spent.results, *done])
+        return Plan(parent, plan.token_ids, spent, tenant=plan.tenant)
 
     async def _finish(
         self, prompt: Prompt, found: Found, want: Want, spent: Spent, deadline: Deadline
@@ -225,11 +227,11 @@ class Planner:
         )
         bound = limit if found.node else limit + self._limits.implicit_breakpoint_tokens
         if len(ids) <= bound:
-            return Plan(found.node, ids, spent, _provisional(found, want))
+            return Plan(found.node, ids, spent, _provisional(found, want), want.tenant)
         at = prompt.cut(found.offset, len(_pending(found)), limit)
         node = await self._stored(found.node, ids[:at], want, spent, deadline)
         found = found.then(node, ids[:at], found.offset, want)
-        return Plan(node, ids[at:], spent, _provisional(found, want))
+        return Plan(node, ids[at:], spent, _provisional(found, want), want.tenant)
 
     async def _stored(
         self,
@@ -269,6 +271,7 @@ class Planner:
             ancestors=parent.chain if parent else (),
             view=view,
             ttl_ms=want.ttl_ms,
+            tenant=want.tenant,
             background=background,
         )
 

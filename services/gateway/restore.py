@@ -60,7 +60,11 @@ class Restorer:
         return (*ids, *records[-1].pending_ids)
 
     async def restore(
-        self, node_id: NodeId, deadline: Deadline, at_least: str | None = None
+        self,
+        node_id: NodeId,
+        deadline: Deadline,
+        at_least: str | None = None,
+        tenant: str = "",
     ) -> tuple[Node, list[PrefillResult]]:
         """Return the node with its whole chain present; and what had to be computed.
 
@@ -68,6 +72,7 @@ class Restorer:
             node_id: end of the chain.
             deadline: for all of it.
             at_least: tier that every compressed node must be stored at; None = any.
+            tenant: digest of whose quota the nodes count against.
 
         Raises:
             ContextExpiredError: if a token record that is needed is gone, too, or no
@@ -84,7 +89,8 @@ class Restorer:
         ):
             if _is_usable(stat, read, at_least):
                 continue
-            request = _request(record, self._store_tier(record, stat, read, at_least))
+            tier = self._store_tier(record, stat, read, at_least)
+            request = _request(record, tier, tenant)
             now, result = await self._prefiller.ensure(request, request.store_tier, deadline)
             if not read <= set(now.tiers):  # somebody else's, published meanwhile
                 raise _expired()
@@ -163,7 +169,7 @@ def _expired() -> ContextExpiredError:
     return ContextExpiredError("the context is no longer stored; send it again")
 
 
-def _request(record: TokenRecord, store_tier: str) -> PrefillRequest:
+def _request(record: TokenRecord, store_tier: str, tenant: str) -> PrefillRequest:
     return PrefillRequest(
         node_id=record.identity.node_id,
         token_ids=record.token_ids,
@@ -173,4 +179,5 @@ def _request(record: TokenRecord, store_tier: str) -> PrefillRequest:
         ancestors=record.ancestors,
         view=record.identity.view,
         pending_ids=record.pending_ids,
+        tenant=tenant,
     )

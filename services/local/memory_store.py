@@ -50,6 +50,7 @@ class MemoryStore:
         lease_token: str = "",
         ancestors: Sequence[NodeId] = (),
         expected_bytes: int = 0,
+        tenant: str = "",
         timeout_s: float = 600.0,
         check: Callable[[], None] | None = None,
     ) -> MemoryWriter:

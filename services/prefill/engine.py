@@ -150,6 +150,7 @@ class _Prefill:
             secrets.token_hex(16),
             lease_token=request.lease_token,
             ancestors=request.ancestors,
+            tenant=request.tenant,
             check=self._check,
             timeout_s=request.deadline_s,
         ) as publisher:

@@ -14,9 +14,9 @@ from typing import Any
 import redis.asyncio as redis_asyncio
 from redis import exceptions as redis_exceptions
 
-from criticalkv.services.store.resp import Location
 from criticalkv.shared.errors import ConfigError, StoreFullError, StoreUnavailableError
 from criticalkv.shared.loopback import is_loopback
+from criticalkv.shared.resp import Location
 
 log = logging.getLogger(__name__)
 

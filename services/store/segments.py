@@ -10,8 +10,8 @@ from typing import TypeVar
 import xxhash
 
 from criticalkv.services.store import keys
-from criticalkv.services.store.resp import DataPool
 from criticalkv.shared.frames import segment_head
+from criticalkv.shared.resp import DataPool
 
 THREADS = 8
 _T = TypeVar("_T")

@@ -32,7 +32,6 @@ from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.put import Writer
 from criticalkv.services.store.redis_data import RedisData, check_url
 from criticalkv.services.store.requests import Requests
-from criticalkv.services.store.resp import DataPool
 from criticalkv.services.store.security import Security
 from criticalkv.services.store.segments import Segments
 from criticalkv.services.store.service import SERVICE, Service
@@ -42,6 +41,7 @@ from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 from criticalkv.shared.frames import MAX_MESSAGE_BYTES
 from criticalkv.shared.malloc import tune_malloc
+from criticalkv.shared.resp import DataPool
 
 log = logging.getLogger(__name__)
 

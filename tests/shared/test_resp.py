@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from criticalkv.services.store.resp import DataConnection, DataPool, Location
 from criticalkv.shared.errors import StoreUnavailableError
+from criticalkv.shared.resp import DataConnection, DataPool, Location
 
 
 @pytest.fixture
