@@ -71,7 +71,7 @@ def gateway_deployment(config: Config) -> Deployment:
         # answer /health meanwhile. Serve's own 503 comes only after that.
         max_ongoing_requests=2 * gateway.max_ongoing,
         max_queued_requests=gateway.max_ongoing,
-        ray_actor_options=_actor(num_cpus=gateway.num_cpus, num_gpus=0, threads=1),
+        ray_actor_options=_actor(gateway.num_cpus, 0, 1, gateway.ray_resources),
     )
 
 
@@ -84,7 +84,9 @@ def prefill_deployment(config: Config) -> Deployment:
         "prefill",
         max_ongoing_requests=prefill.max_ongoing + 1,  # one in the background
         max_queued_requests=prefill.max_queued,
-        ray_actor_options=_actor(prefill.num_cpus, prefill.num_gpus, prefill.threads),
+        ray_actor_options=_actor(
+            prefill.num_cpus, prefill.num_gpus, prefill.threads, prefill.ray_resources
+        ),
         **_replicas(prefill.autoscaling, _prefill_policy(prefill)),
     )
 
@@ -98,7 +100,9 @@ def decode_deployment(config: Config) -> Deployment:
         "decode",
         max_ongoing_requests=decode.max_num_seqs,
         max_queued_requests=decode.max_queued,
-        ray_actor_options=_actor(decode.num_cpus, decode.num_gpus, decode.threads),
+        ray_actor_options=_actor(
+            decode.num_cpus, decode.num_gpus, decode.threads, decode.ray_resources
+        ),
         request_router_config=_routing(decode),
         **_replicas(decode.autoscaling, _decode_policy(decode)),
     )
@@ -160,10 +164,13 @@ def _replicas(scaling: Autoscaling, policy: AutoscalingPolicy) -> dict[str, Any]
     return {"autoscaling_config": serves}
 
 
-def _actor(num_cpus: float, num_gpus: float, threads: int) -> dict[str, Any]:
+def _actor(
+    num_cpus: float, num_gpus: float, threads: int, resources: dict[str, float]
+) -> dict[str, Any]:
     return {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
+        "resources": resources,
         "runtime_env": {"env_vars": worker_env(threads)},
     }
 

@@ -1,4 +1,4 @@
-"""The command line: `criticalkv serve | demo | store | profile | bench`.
+"""The command line: `criticalkv serve | demo | store | profile | bench | chaos`.
 
 Reads configuration once, starts the parts in order and stops them in reverse. Imports
 what a command needs only inside it: torch and Ray take seconds.
@@ -135,6 +135,58 @@ def profile(
     typer.echo(f"policy  streaming+duo+plain:profile={made.digest}")
 
 
+@app.command()
+def chaos(
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
+        "chaos.json"
+    ),
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="In all; 10,000 if --seconds is not given.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Of load, at most; starting comes on top.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of model, texts, load and faults.")] = 0,
+    store_faults: Annotated[
+        float, typer.Option(min=0, max=0.5, help="Probability of each fault, per request.")
+    ] = 0.01,
+    kills_per_minute: Annotated[
+        float, typer.Option(min=0, max=30, help="kill -9 of prefill, decode, store, Valkey.")
+    ] = 2.0,
+    soak: Annotated[
+        float, typer.Option(min=0, metavar="MINUTES", help="Instead: paced load without faults.")
+    ] = 0.0,
+    model: Annotated[
+        str, typer.Option(help="'demo', a directory or a cached Hub name; default a tiny one.")
+    ] = "",
+    history: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep a line per request here.")
+    ] = None,
+) -> None:
+    """Seeded load and faults against the real service; every answer is checked."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    from criticalkv.services.chaos import command, summary
+
+    unlimited = requests is None and seconds is None
+    options = command.Options(
+        requests=summary.FULL_RUN if unlimited else requests,
+        seconds=seconds,
+        seed=seed,
+        store_faults=store_faults,
+        kills_per_minute=kills_per_minute,
+        soak_minutes=soak,
+        model=model,
+        folder=history,
+    )
+    outcome = command.run(options)
+    outcome.report.write(json)
+    _print(outcome.report)
+    for line in outcome.broken:
+        typer.echo(f"broken: {line}", err=True)
+    if outcome.broken:
+        raise typer.Exit(1)
+
+
 @bench.command()
 def ttft(
     json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
@@ -172,6 +224,24 @@ def decode(
 
     settings = load_config(_text(config), _given(model={"path": model}))
     report = benchmark.run(settings, quick=quick, threads=threads)
+    report.write(json)
+    _print(report)
+
+
+@bench.command(name="store")
+def bench_store(
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
+        "store.json"
+    ),
+    quick: Annotated[bool, typer.Option(help="Small and few; not to be compared.")] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with mooncake_conversation_first.jsonl.")
+    ] = None,
+) -> None:
+    """The store's two read paths, metadata at scale, recovery, and hit rate against LRU."""
+    from criticalkv.services.bench import store as benchmark
+
+    report = benchmark.run(quick=quick, data=data)
     report.write(json)
     _print(report)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
+from criticalkv.services.gateway.edge import PROXY_CALLBACK, WRITE_TIMEOUT_VARIABLE
 from criticalkv.shared.config import Config
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.loopback import is_loopback
@@ -31,6 +32,8 @@ OBJECT_STORE_BYTES = 100 * 2**20  # requests and tokens only; KV never passes th
 TIMEOUT_MARGIN_S = 30.0
 # Seconds for replicas to end their work before the cluster goes.
 DELETE_TIMEOUT_S = 15.0
+# Of these, for answers that still run; then they end with an error.
+DRAIN_S = 8.0
 
 # Ray reads these at import, hence before `import ray` anywhere in the process.
 LOCAL_ENV = {
@@ -41,6 +44,8 @@ LOCAL_ENV = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "0",
     "RAY_SERVE_ENABLE_HA_PROXY": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Only there can a client that does not read be noticed.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXY_CALLBACK,
 }
 
 
@@ -82,6 +87,7 @@ def _existing_cluster(show_logs: bool) -> Iterator[None]:
 @contextmanager
 def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) -> Iterator[None]:
     os.environ.update(LOCAL_ENV)
+    os.environ[WRITE_TIMEOUT_VARIABLE] = str(config.gateway.write_timeout_s)
     # Ray's default since 2.60, but said aloud: a user's explicit choice still wins.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
@@ -178,6 +184,9 @@ def _delete_applications() -> None:
     def delete() -> None:
         with suppress(Exception):  # what does not end now ends with the cluster
             for name in serve.status().applications:
+                with suppress(Exception):  # no `drain`, or it does not answer any more
+                    drained = serve.get_app_handle(name).drain.remote(DRAIN_S)
+                    drained.result(timeout_s=DRAIN_S + 1.0)
                 serve.delete(name)
 
     thread = threading.Thread(target=delete, name="delete-applications", daemon=True)

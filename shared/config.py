@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from platformdirs import user_cache_dir, user_data_dir
@@ -283,6 +283,9 @@ class PrefillConfig(_Section):
     num_gpus: float = Field(
         default=0.0, ge=0, le=1, description="Ray GPUs per replica; one at most"
     )
+    ray_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="custom Ray resources per replica: nodes without them get none"
+    )
     threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
     max_ongoing: int = Field(default=2, ge=1, description="prefills a replica accepts at once")
     max_queued: int = Field(default=32, ge=1, description="more waiting prefills get 429")
@@ -301,6 +304,9 @@ class DecodeConfig(_Section):
     num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs per replica")
     num_gpus: float = Field(
         default=0.0, ge=0, le=1, description="Ray GPUs per replica; one at most"
+    )
+    ray_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="custom Ray resources per replica: nodes without them get none"
     )
     threads: int = Field(default=1, ge=1, description="torch threads per replica (CPU)")
     max_num_seqs: int = Field(default=16, ge=1, description="sequences decoded together")
@@ -346,6 +352,9 @@ class GatewayConfig(_Section):
         description="YAML map: sha256 hex of a key → tenant; empty = loopback only, tenant 'local'",
     )
     num_cpus: float = Field(default=0.2, gt=0, description="Ray CPUs of the gateway")
+    ray_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="custom Ray resources per replica: nodes without them never run it"
+    )
     implicit_breakpoint_tokens: int = Field(
         default=1024, ge=16, description="a first message this long is compressed by itself"
     )
@@ -354,11 +363,15 @@ class GatewayConfig(_Section):
     )
     max_body_mb: int = Field(default=32, ge=1, description="larger bodies get 413, MiB")
     max_messages: int = Field(default=2048, ge=1, description="messages per request")
+    max_parts: int = Field(default=8192, ge=1, description="content parts per request")
     max_stop_strings: int = Field(default=4, ge=1, description="stop strings per request")
     max_stop_chars: int = Field(default=256, ge=1, description="characters per stop string")
     max_choices: int = Field(default=8, ge=1, le=64, description="largest n")
     default_max_tokens: int = Field(default=256, ge=1, description="max_tokens if not given")
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of a request")
+    write_timeout_s: float = Field(
+        default=30.0, gt=0, description="a client that reads nothing for so long is cut off"
+    )
     max_ongoing: int = Field(default=128, ge=1, description="requests at once; more get 429")
     background_queue: int = Field(
         default=32,

@@ -63,6 +63,12 @@ class PoolLimitError(InvalidRequestError):
     code = "kv_pool_exceeded"
 
 
+class NodeTooLargeError(InvalidRequestError):
+    """A context's KV has more bytes than the store accepts of one node."""
+
+    code = "node_too_large"
+
+
 class UnsupportedFieldError(InvalidRequestError):
     """A known OpenAI field that this server does not implement."""
 
@@ -158,6 +164,16 @@ class CancelledError(CriticalKVError):
 
     http_status = 499
     code = "cancelled"
+
+
+class WorkerLostError(CriticalKVError):
+    """The worker that ran the request died or is stopping: another one can go on.
+
+    What a gateway knows of it already is true, and nothing else of it is kept.
+    """
+
+    http_status = 503
+    code = "worker_lost"
 
 
 class NodeMissingError(CriticalKVError):

@@ -5,7 +5,9 @@ read once, when this module is imported; children inherit the environment.
 
     CRITICALKV_FAILPOINTS="store.segment.read=flip:0.01;prefill.layer=exit:0.001;seed=7"
 
-Each entry is `name=kind:probability[:argument]`. Kinds:
+Each entry is `name=kind:probability[:argument]`; a place may have several. `seed=N` fixes
+what is drawn, `journal=FILE` gets a line of JSON per fault, also for those that end the
+process. Kinds:
     error      raise the typed error that the place would raise if its peer failed
     delay      wait `argument` seconds (default 0.2)
     exit       end the process at once, as kill -9 does
@@ -16,6 +18,7 @@ Each entry is `name=kind:probability[:argument]`. Kinds:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -61,9 +64,10 @@ class Fault:
 class Failpoints:
     """The faults of one process, drawn from one seed."""
 
-    def __init__(self, faults: dict[str, Fault], seed: int) -> None:
+    def __init__(self, faults: dict[str, list[Fault]], seed: int, journal: str = "") -> None:
         self._faults = faults
         self._random = random.Random(seed)
+        self._journal = journal
         self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
 
@@ -74,30 +78,49 @@ class Failpoints:
         Raises:
             ConfigError: naming the entry at fault.
         """
-        faults, seed = {}, 0
+        faults: dict[str, list[Fault]] = {}
+        seed, journal = 0, ""
         for entry in filter(None, (part.strip() for part in text.split(";"))):
             name, _, value = entry.partition("=")
             try:
                 if name == "seed":
                     seed = int(value)
+                elif name == "journal":
+                    journal = value
                 else:
-                    faults[name] = _fault(name, value)
+                    _add(faults, name, _fault(name, value))
             except ValueError as error:
                 raise ConfigError(f"{VARIABLE}: {entry!r}: {error}", param=VARIABLE) from None
-        return cls(faults, seed) if faults else None
+        return cls(faults, seed, journal) if faults else None
 
     def draw(self, name: str) -> Fault | None:
         """Return the fault that happens now, if one does."""
-        fault = self._faults.get(name)
-        if fault is None:
+        faults = self._faults.get(name)
+        if faults is None:
             return None
         with self._lock:
-            if self._random.random() >= fault.probability:
+            fault = self._drawn(faults)
+            if fault is None:
                 return None
             self.counts[name] = self.counts.get(name, 0) + 1
+            self._note(name, fault)
         if fault.kind == "exit":
             os.kill(os.getpid(), signal.SIGKILL)
         return fault
+
+    def _drawn(self, faults: list[Fault]) -> Fault | None:
+        at = self._random.random()
+        for fault in faults:
+            at -= fault.probability
+            if at < 0:
+                return fault
+        return None
+
+    def _note(self, name: str, fault: Fault) -> None:
+        if self._journal:
+            line = {"at": time.time(), "pid": os.getpid(), "place": name, "kind": fault.kind}
+            with open(self._journal, "a") as file:  # one write: lines of processes do not mix
+                file.write(json.dumps(line) + "\n")
 
     def damage(self, fault: Fault, data: bytes) -> bytes:
         """Return the data as the fault leaves them."""
@@ -164,6 +187,13 @@ def _fault(name: str, value: str) -> Fault:
     if not 0 <= fault.probability <= 1 or not 0 <= fault.argument < float("inf"):
         raise ValueError("the probability must be in [0, 1], the argument not negative")
     return fault
+
+
+def _add(faults: dict[str, list[Fault]], name: str, fault: Fault) -> None:
+    there = faults.setdefault(name, [])
+    there.append(fault)
+    if sum(one.probability for one in there) > 1:
+        raise ValueError("the probabilities of a place add up to more than 1")
 
 
 def _raise(fault: Fault, name: str, error: type[CriticalKVError]) -> None:

@@ -18,6 +18,7 @@ POLICY_DENSE = "dense"
 """Policy of nodes that keep every entry, such as a turn: one tier, 1."""
 
 NodeId = str
+PENDING = -1  # no token has this number
 HEX64 = r"^[0-9a-f]{64}$"
 
 
@@ -48,9 +49,14 @@ def resolve_tier(stored: Sequence[str], wanted: str | None) -> str:
     return fitting[-1] if fitting else stored[0]
 
 
-def tokens_digest(token_ids: Iterable[int]) -> str:
-    """Return the sha256 of token ids as little-endian int32, hex."""
-    return hashlib.sha256(np.asarray(list(token_ids), dtype="<i4").tobytes()).hexdigest()
+def tokens_digest(token_ids: Iterable[int], pending_ids: Sequence[int] = ()) -> str:
+    """Return the sha256 of a node's tokens as little-endian int32, hex.
+
+    Two turns may run the same tokens and leave others pending, their last words: they are
+    two nodes. A separator that is no token stands before what is pending.
+    """
+    ids = [*token_ids, *((PENDING, *pending_ids) if pending_ids else ())]
+    return hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).hexdigest()
 
 
 def canonical_digest(fields: Iterable[tuple[str, str]]) -> str:
@@ -65,6 +71,11 @@ def canonical_digest(fields: Iterable[tuple[str, str]]) -> str:
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
     return digest.hexdigest()
+
+
+def tenant_digest(tenant: str) -> str:
+    """Return the name of a tenant in the store, hex; it owns handles, nodes and pins."""
+    return canonical_digest([("tenant", tenant)])
 
 
 def tenant_salt(tenant: str, cache_salt: str | None = None) -> str:
@@ -90,7 +101,9 @@ class Identity(BaseModel):
     salt: str = Field(pattern=HEX64)
     parent: str | None = Field(default=None, pattern=HEX64)
     view: tuple[str, ...] = Field(default=(), max_length=1024)
-    tokens: str = Field(pattern=HEX64, description="digest of the node's own token ids")
+    tokens: str = Field(
+        pattern=HEX64, description="digest of the node's own token ids, and of those it leaves"
+    )
 
     @property
     def node_id(self) -> NodeId:

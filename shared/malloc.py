@@ -17,17 +17,24 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(_TRIM_THRESHOLD),
 }
 """The same for a child process."""
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+"""For a child whose threads hand buffers to one another: they find them mapped already."""
 
 
-def tune_malloc() -> bool:
-    """Keep freed buffers of up to 32 MiB in this process; return whether it worked."""
+def tune_malloc(*, one_arena: bool = False) -> bool:
+    """Keep freed buffers of up to 32 MiB in this process; return whether it worked.
+
+    Args:
+        one_arena: as ONE_ARENA, for this process; before it starts threads.
+    """
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False  # musl: nothing to tune
-    return bool(mallopt(-3, _MMAP_THRESHOLD) and mallopt(-1, _TRIM_THRESHOLD))
+    arenas = mallopt(-8, 1) if one_arena else 1
+    return bool(mallopt(-3, _MMAP_THRESHOLD) and mallopt(-1, _TRIM_THRESHOLD) and arenas)
 
 
 def trim_malloc() -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -13,7 +14,12 @@ from criticalkv.shared.cache.manifest import Manifest, Segment
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.cache.wire import pack_layer
-from criticalkv.shared.errors import NumericsError
+from criticalkv.shared.errors import (
+    InvalidRequestError,
+    NodeTooLargeError,
+    NumericsError,
+    StoreUnavailableError,
+)
 from criticalkv.shared.finite import is_finite
 from criticalkv.shared.identity import Identity
 from criticalkv.shared.node_store import NodeStore
@@ -89,7 +95,8 @@ class NodePublisher:
             raise NumericsError(f"non-finite KV in layer {len(self._lens)}")
         for segment, payload in pack_layer(len(self._lens), layer, tier_lens):
             self._segments.append(segment)
-            self._writer.send(payload)
+            with _damage_on_the_way():
+                self._writer.send(payload)
         self._lens.append(tier_lens.cpu())
 
     def commit(
@@ -133,8 +140,25 @@ class NodePublisher:
             pending_ids=tuple(pending_ids),
             store_tier=tiers[-1],
         )
-        result = self._writer.commit(manifest, record, ttl_ms=ttl_ms)
+        with _damage_on_the_way():
+            result = self._writer.commit(manifest, record, ttl_ms=ttl_ms)
         return Published(manifest, result.published, result.stored_bytes)
+
+
+@contextmanager
+def _damage_on_the_way() -> Iterator[None]:
+    """Tell what the store refuses of a put as what it is: no client's request is at fault.
+
+    All frames of a node are made here, so that a wrong one was damaged by the network.
+    """
+    try:
+        yield
+    except NodeTooLargeError:
+        raise
+    except InvalidRequestError as error:
+        raise StoreUnavailableError(
+            "a node did not arrive in the store as it was sent; retry", retry_after_s=1.0
+        ) from error
 
 
 def publish_cache(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from criticalkv.shared.identity import HEX64, POLICY_DENSE
 
@@ -113,6 +113,19 @@ class DecodeRequest(_Message):
         max_length=63,
         description="one more choice per seed, from the same prompt, which runs once",
     )
+    emitted: tuple[int, ...] = Field(
+        default=(),
+        description="what `sampled` of its deltas has told, by a worker that was lost: the "
+        "answer goes on after it, and only what follows is told. Of one choice only",
+    )
+
+    @model_validator(mode="after")
+    def _continues_one_choice(self) -> DecodeRequest:
+        if self.emitted and self.branch_seeds:
+            raise ValueError("a choice is continued by itself, without branch_seeds")
+        if len(self.emitted) > self.sampling.max_tokens:
+            raise ValueError("more tokens were emitted than max_tokens")
+        return self
 
 
 class TokenLogprob(_Message):
@@ -133,18 +146,26 @@ class DecodeStart(_Message):
     bytes_pulled: int = Field(description="bytes that came from the store for this request")
     cached_tokens: int = Field(description="original tokens that needed no forward")
     tier: str = Field(description="lowest tier in the chain's view; '1' without ancestors")
+    view: tuple[str, ...] = Field(
+        default=(), description="the chain's view: the request's, or a lower one if room was short"
+    )
     retained_fraction: float
     store_ms: float = Field(description="spent in the store before the first forward")
     queue_ms: float = Field(default=0.0, description="waited for a slot and for room")
 
 
 class DecodeDelta(_Message):
-    """New text. May be empty while characters or stop strings are incomplete."""
+    """What came of a token. Without text while characters or stop strings are incomplete.
+
+    `sampled` is ahead of `token_ids`: it names every token as soon as it is drawn, one that
+    ends the answer or that a stop string cuts off included.
+    """
 
     type: Literal["delta"] = "delta"
     choice: int = 0
     text: str
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = Field(default=(), description="whose text is told now, whole")
+    sampled: tuple[int, ...] = Field(default=(), description="drawn since the last delta")
     logprobs: tuple[TokenLogprob, ...] = ()
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import skips
 
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.store_client import StoreClient
+
+# Hooks, which pytest finds here by their names.
+pytest_configure = skips.pytest_configure
+pytest_sessionfinish = skips.pytest_sessionfinish
+pytest_terminal_summary = skips.pytest_terminal_summary
 
 
 @pytest.fixture(scope="session")

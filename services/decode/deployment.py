@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.shared.config import Config
-from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.errors import CriticalKVError, DeadlineError
 from criticalkv.shared.model.loader import load_model
 from criticalkv.shared.model.prepack import prepack
 from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart
@@ -16,6 +16,7 @@ from criticalkv.shared.store_client import StoreClient
 from criticalkv.shared.telemetry import replica_name
 
 Event = DecodeStart | DecodeDelta | DecodeEnd
+MARGIN_S = 30.0  # beyond the deadline, which the engine itself keeps
 RESIDENT_IDS = 512  # nodes told to routing: 32 KiB for each handle
 
 
@@ -42,7 +43,7 @@ class Decode:
         running = 1 + len(request.branch_seeds)
         try:
             while True:
-                event = await asyncio.wait_for(events.get(), request.deadline_s + 30)
+                event = await _next(events, request.deadline_s + MARGIN_S)
                 if isinstance(event, CriticalKVError):
                     raise event
                 yield event
@@ -63,3 +64,12 @@ class Decode:
     def check_health(self) -> None:
         """Raise if the step thread has died, so that Serve replaces the replica."""
         self._engine.check_health()
+
+
+async def _next(
+    events: asyncio.Queue[Event | CriticalKVError], timeout_s: float
+) -> Event | CriticalKVError:
+    try:
+        return await asyncio.wait_for(events.get(), timeout_s)
+    except TimeoutError:
+        raise DeadlineError("the decode engine gave no answer in time") from None

@@ -41,8 +41,10 @@ from criticalkv.shared.errors import (
     CriticalKVError,
     DeadlineError,
     OverloadedError,
+    WorkerLostError,
 )
 from criticalkv.shared.eviction.policy import parse_turn_policy
+from criticalkv.shared.failpoints import hit
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
@@ -62,6 +64,7 @@ IO_THREADS = 4  # for each kind of work with the store
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.005  # between tries when no running sequence has room
 PUBLISH_TIMEOUT_S = 30.0
+STOPPING = "the decode worker is stopping"
 MAX_FAILED_STEPS = 3  # in a row; then the replica asks to be replaced
 STEPS_REMEMBERED = 256
 LOAD_PERIOD_S = 0.1
@@ -113,7 +116,7 @@ class DecodeEngine:
         self._pulling = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-pull")
         self._swapping = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-swap")
         self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="decode-publish")
-        self._thread = threading.Thread(target=self._loop, name="decode-step", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="decode-step", daemon=True)
         self._thread.start()
 
     @property
@@ -146,12 +149,14 @@ class DecodeEngine:
 
         Raises:
             OverloadedError: if too many requests are in flight.
+            WorkerLostError: if the engine is stopping, or its step thread has died.
             PolicyError: if the turn's policy is neither dense nor stepwise.
         """
         policy = parse_turn_policy(request.policy)
         limit = self._config.max_num_seqs + self._config.max_queued
         with self._lock:
-            if self._closed.is_set() or len(self._live) >= limit:
+            self._check_not_closed()
+            if len(self._live) >= limit:
                 raise OverloadedError(
                     f"decode replica has {limit} requests in flight", retry_after_s=1.0
                 )
@@ -186,7 +191,7 @@ class DecodeEngine:
 
         The store's health is not ours: replacing replicas would not bring it back.
         """
-        if not self._thread.is_alive():
+        if self._closed.is_set() or not self._thread.is_alive():
             raise RuntimeError("the decode step thread has died")
         if self._failed_steps >= MAX_FAILED_STEPS:
             # After some device errors nothing works again in this process.
@@ -205,7 +210,7 @@ class DecodeEngine:
             pass
 
     def close(self) -> None:
-        """Stop. Running turns end as cancelled, waiting ones with an error."""
+        """Stop. Turns that have not ended do so with an error that says: go on elsewhere."""
         with self._lock:
             self._closed.set()
         self._inbox.put(lambda: None)
@@ -214,7 +219,7 @@ class DecodeEngine:
         for pool in (self._measuring, self._pulling, self._swapping, self._writing):
             pool.shutdown(wait=True)
         for sequence in list(self._live):
-            self._fail(sequence, CancelledError("the decode worker is stopping"))
+            self._fail(sequence, WorkerLostError(STOPPING))
         self._drain(block_s=0.0)  # what jobs said last gives their pages back
 
     # -- beside the step thread ------------------------------------------------
@@ -257,6 +262,7 @@ class DecodeEngine:
         # A turn that was cancelled before its first step has no KV to publish.
         if sequence.request.publish and sequence.published_tokens:
             try:
+                hit("decode.publish")
                 node_id, stored = self._publication.publish(
                     sequence, lambda: self._check_open(sequence)
                 )
@@ -309,7 +315,7 @@ class DecodeEngine:
 
     def _check_not_closed(self) -> None:
         if self._closed.is_set():
-            raise CancelledError("the decode worker is stopping")
+            raise WorkerLostError(STOPPING)
 
     def _guarded(self, sequence: Sequence, work: Callable[[], None]) -> None:
         # A request ends with exactly one DecodeEnd or error, whatever goes wrong.
@@ -349,6 +355,18 @@ class DecodeEngine:
 
     # -- the step thread -------------------------------------------------------
 
+    def _work(self) -> None:
+        """Loop until closed. Nobody waits for a thread that has died."""
+        try:
+            self._loop()
+        finally:
+            with self._lock:  # who has come by now is told, who comes later is refused
+                self._closed.set()
+                left = list(self._live)
+            for sequence in left:
+                if sequence.finish_reason is None:
+                    self._fail(sequence, WorkerLostError(STOPPING))
+
     def _loop(self) -> None:
         progressed = True
         while not self._closed.is_set():
@@ -360,9 +378,6 @@ class DecodeEngine:
                 log.exception("the decode step thread met an error")
                 self._step_failed(list(self._running), error)
                 progressed = False
-        for sequence in list(self._running):
-            sequence.cancelled.set()
-        self._retire()
 
     def _turn_over(self) -> bool:
         """End, admit, step; return whether anybody ran."""
@@ -511,6 +526,7 @@ class DecodeEngine:
             bytes_pulled=bytes_pulled,
             cached_tokens=chain.next_position,
             tier=chain.lowest_tier,
+            view=chain.view,
             retained_fraction=chain.retained_fraction,
             store_ms=1e3 * spent.store_s,
             queue_ms=1e3 * spent.queue_s,
@@ -535,6 +551,7 @@ class DecodeEngine:
         for sequence, _ in planned:
             sequence.spent.first_forward = sequence.spent.first_forward or now
         try:
+            hit("decode.step")
             logits, asking = self._forward(planned)
         except Exception as error:
             self._step_failed([s for s, _ in planned], error)
@@ -633,7 +650,7 @@ class DecodeEngine:
             if isinstance(token, CriticalKVError):
                 self._remove_failed(sequence, token)
             else:
-                good.append((sequence, row, token))
+                good.append((sequence, row, sequence.chosen(token)))
         self._take(good)
 
     def _take(self, drawn: list[tuple[Sequence, Tensor, int]]) -> None:

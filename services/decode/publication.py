@@ -59,7 +59,7 @@ class Publication:
         kv, tokens = turn.kv, turn.published_tokens
         assert kv is not None
         cache = kv.own(len(tokens)) if isinstance(kv, TurnKV) else kv.own(tokens, check)
-        identity = self._identity(turn, tokens, turn.request.salt)
+        identity = self._identity(turn, tokens, turn.request.salt, turn.pending_ids)
         published = self._put(turn, identity, cache, tokens, turn.pending_ids, turn.request.ttl_ms)
         if isinstance(kv, TurnKV):
             self._keep(kv, published.manifest, len(tokens))
@@ -126,7 +126,9 @@ class Publication:
             timeout_s=self._timeout_s,
         )
 
-    def _identity(self, turn: Turn, tokens: Sequence[int], salt: str) -> Identity:
+    def _identity(
+        self, turn: Turn, tokens: Sequence[int], salt: str, pending_ids: Sequence[int] = ()
+    ) -> Identity:
         spec, chain = self._spec, turn.chain
         return Identity(
             model_digest=spec.model_digest,
@@ -136,7 +138,7 @@ class Publication:
             salt=salt,
             parent=chain.ids[-1] if chain.ids else None,
             view=chain.view,
-            tokens=tokens_digest(tokens),
+            tokens=tokens_digest(tokens, pending_ids),
         )
 
     def _keep(self, kv: TurnKV, manifest: Manifest, num_tokens: int) -> None:

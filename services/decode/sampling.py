@@ -37,13 +37,21 @@ class Sampler:
         self._sampling = sampling
         self._generator = torch.Generator().manual_seed(sampling.seed if seed is None else seed)
 
+    def skip(self, tokens: int) -> None:
+        """Go on as if so many tokens had been drawn."""
+        if self._sampling.temperature:
+            for _ in range(tokens):
+                self._uniform()
+
     def pick(self, row: Row) -> int:
         """Return a token id for finite logits [vocab]."""
         if self._sampling.temperature == 0:
             return int(row.argmax())  # the first of equal ones
         # One draw per token, whatever the filters leave: a seed replays exactly.
-        u = float(torch.rand((), generator=self._generator, dtype=torch.float64))
-        return _draw(row, self._sampling, u)
+        return _draw(row, self._sampling, self._uniform())
+
+    def _uniform(self) -> float:
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
 def choose(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | NumericsError]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -92,11 +93,15 @@ class Sequence:
         seeds = (self.request.sampling.seed, *self.request.branch_seeds)
         self.sampler = Sampler(self.request.sampling, seeds[self.choice])
         self._tokens = TokenBytes(self.model.tokenizer)
-        self._text = TextStream(self.model.tokenizer, self.request.sampling.stop)
-        self._logprobs: list[TokenLogprob] = []
+        self._text = self._fresh_text()
+        # Of the tokens that are not told yet; None for those that need none.
+        self._logprobs: list[TokenLogprob | None] = []
         self._told = 0
         self._leftover = ""
         self._kept: int | None = None
+        self._known: deque[int] = deque()
+        if self.request.emitted:
+            self._resume(self.request.emitted)
 
     @property
     def tenant(self) -> str:
@@ -169,27 +174,25 @@ class Sequence:
         self.spent.steps += 1
         self.spent.members += members
 
+    def chosen(self, drawn: int) -> int:
+        """Return the next token: the drawn one, unless a lost worker has told another.
+
+        Over one batch and the next, low bits may differ: at a near tie so may the choice.
+        """
+        return self._known[0] if self._known else drawn
+
     def take(self, token: int, logprob: Logprob | None) -> None:
-        """Add a token that was sampled and tell what can be told."""
-        if not self.generated:
+        """Add the chosen token and tell what can be told, unless it was told before."""
+        if not self.spent.question_s:
             self.spent.question_s = time.perf_counter() - self.spent.first_forward
-        if token in self.model.spec.eos_token_ids and not self.request.sampling.ignore_eos:
-            return self.finish("stop")
-        self.generated.append(token)
-        self._note_logprob(token, logprob)
-        match = self._text.push(token)
-        if match:
-            return self._cut(match)
-        if len(self.generated) >= self.request.sampling.max_tokens:
-            return self.finish("length")
-        self._tell(final=False)
-        return None
+        self._add(token, logprob, silent=bool(self._known))
+        if self._known:
+            self._known.popleft()
 
     def finish(self, reason: FinishReason) -> None:
         """End the turn; the first reason wins."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            self._tell(final=True)
 
     @property
     def published_tokens(self) -> list[int]:
@@ -207,22 +210,63 @@ class Sequence:
         leftover = self.model.chat.encode_content(self._leftover) if self._leftover else []
         return [*without_kv, *leftover, *self.model.chat.closing_ids]
 
+    def _resume(self, emitted: tuple[int, ...]) -> None:
+        """Go on after tokens that a lost worker has told.
+
+        All but the latest run at once, with the prompt. The last one is chosen again, by a
+        step: it may have ended the turn, and is then the one without KV. So are those whose
+        text was held back, if their log probabilities are still to be told.
+        """
+        at = len(emitted) - 1
+        if self.request.sampling.logprobs is not None:
+            at = min(at, _settled(self._fresh_text(), emitted[:at]))
+        self.generated += emitted[:at]
+        self._logprobs = [None] * at  # told, or made anew by a step
+        _settled(self._text, emitted[:at])
+        self._known.extend(emitted[at:])
+        self.sampler.skip(at)
+
+    def _fresh_text(self) -> TextStream:
+        return TextStream(self.model.tokenizer, self.request.sampling.stop)
+
+    def _add(self, token: int, logprob: Logprob | None, *, silent: bool) -> None:
+        if token in self.model.spec.eos_token_ids and not self.request.sampling.ignore_eos:
+            self.finish("stop")
+        else:
+            self.generated.append(token)
+            self._note_logprob(token, logprob)
+            match = self._text.push(token)
+            if match:
+                self._cut(match)
+            elif len(self.generated) >= self.request.sampling.max_tokens:
+                self.finish("length")
+        self._tell(token, silent=silent)
+
     def _cut(self, match: StopMatch) -> None:
         self._kept, self._leftover = match.kept_tokens, match.leftover
         self._logprobs = self._logprobs[: max(0, match.kept_tokens - self._told)]
         self.finish("stop")
 
-    def _tell(self, *, final: bool) -> None:
+    def _tell(self, token: int, *, silent: bool) -> None:
+        final = self.finish_reason is not None
         text = self._text.take(final=final)
         kept = len(self.generated) if self._kept is None else self._kept
-        end = kept if final else min(kept, self._text.settled_tokens)
+        end = max(self._told, kept if final else min(kept, self._text.settled_tokens))
         ids = tuple(self.generated[self._told : end])
-        count = max(0, end - self._told)
-        if text or ids:
-            logprobs = tuple(self._logprobs[:count])
-            self.emit(DecodeDelta(choice=self.choice, text=text, token_ids=ids, logprobs=logprobs))
-        self._logprobs = self._logprobs[count:]
-        self._told = max(self._told, end)
+        logprobs = self._logprobs[: len(ids)]
+        self._logprobs = self._logprobs[len(ids) :]
+        self._told = end
+        if silent:
+            return
+        self.emit(
+            DecodeDelta(
+                choice=self.choice,
+                text=text,
+                token_ids=ids,
+                sampled=(token,),
+                logprobs=tuple(item for item in logprobs if item is not None),
+            )
+        )
 
     def _note_logprob(self, token: int, logprob: Logprob | None) -> None:
         if logprob is None:
@@ -236,3 +280,11 @@ class Sequence:
                 top=tuple((show(i), p) for i, p in logprob[1]),
             )
         )
+
+
+def _settled(text: TextStream, tokens: Iterable[int]) -> int:
+    """Add tokens; return how many of all have been told, whole."""
+    for token in tokens:
+        text.push(token)
+    text.take()
+    return text.settled_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
@@ -59,7 +60,7 @@ class TextStream:
     @property
     def settled_tokens(self) -> int:
         """Tokens whose whole text has been shown."""
-        return sum(1 for end in self._ends if end <= self._shown)
+        return bisect_right(self._ends, self._shown)
 
     def _step(self, token_id: int) -> str | None:
         try:
@@ -80,7 +81,7 @@ class TextStream:
         if not hits:
             return None
         cut = min(hits)
-        kept = sum(1 for end in self._ends if end <= cut)
+        kept = bisect_right(self._ends, cut)
         leftover = self._text[self._ends[kept - 1] if kept else 0 : cut]
         self._text = self._text[:cut]
         return StopMatch(kept, leftover)

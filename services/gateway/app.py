@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from criticalkv.services.gateway import request_id
 from criticalkv.services.gateway.answer import Collector, Reply
 from criticalkv.services.gateway.auth import Tenant
 from criticalkv.services.gateway.body import BodyTimeoutError, read_json
@@ -20,19 +23,30 @@ from criticalkv.services.gateway.chat import Chat
 from criticalkv.services.gateway.contexts import Contexts
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.edge import Edge
 from criticalkv.services.gateway.idempotency import Idempotency, Key
-from criticalkv.services.gateway.schemas import ChatRequest, parse_chat, parse_context
-from criticalkv.services.gateway.stream import Client, EventStream, error_body
+from criticalkv.services.gateway.response_schemas import parse_response
+from criticalkv.services.gateway.response_shape import Shape, echo, error_event
+from criticalkv.services.gateway.responses import Responses
+from criticalkv.services.gateway.schemas import parse_chat, parse_context
+from criticalkv.services.gateway.stream import (
+    Client,
+    EventStream,
+    Opening,
+    error_body,
+    error_line,
+    event_lines,
+    told,
+)
 from criticalkv.shared.errors import (
     CriticalKVError,
     InvalidRequestError,
-    NodeMissingError,
     OverloadedError,
-    StoreUnavailableError,
 )
 
 MIB = 1024 * 1024
 RETRY_AFTER_S = 1.0
+ALWAYS_ANSWERED = ("/health", "/metrics")  # also under full load
 MAX_LISTED = 1000
 
 log = logging.getLogger(__name__)
@@ -49,13 +63,16 @@ def build_app(core: GatewayCore) -> FastAPI:
     app = FastAPI(
         title="CriticalKV", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
     )
-    _add_chat(app, core)
+    idempotency = Idempotency(core.store, core.config.store.record_ttl_s * 1000)
+    _add_chat(app, core, idempotency)
+    _add_responses(app, core, idempotency)
     _add_contexts(app, core)
     _add_models(app, core)
     _add_status(app, core)
     app.add_exception_handler(CriticalKVError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(Gate, core=core)
+    app.add_middleware(Edge, write_timeout_s=core.config.gateway.write_timeout_s)
     return app
 
 
@@ -77,11 +94,12 @@ class Gate:
             refusal = self._refusal(scope)
             if refusal is not None:
                 return await error_response(refusal)(scope, receive, counted)
-            if scope["method"] != "POST":
+            if _path(scope) in ALWAYS_ANSWERED:
                 return await self._app(scope, receive, counted)
             return await self._admitted(scope, receive, counted)
         except Exception as error:
-            log.error("request failed: %s", type(error).__name__)
+            name = request_id.current.get()
+            log.error("request %s failed: %s", name, type(error).__name__)
             if started:
                 raise  # too late for an answer: the connection is cut
             return await error_response(CriticalKVError("internal error"))(scope, receive, counted)
@@ -93,7 +111,8 @@ class Gate:
                 scope.setdefault("state", {})["tenant"] = core.auth.tenant(_authorization(scope))
         except CriticalKVError as error:
             return error
-        if scope["method"] == "POST" and self._running >= core.config.gateway.max_ongoing:
+        is_full = self._running >= core.config.gateway.max_ongoing
+        if is_full and path not in ALWAYS_ANSWERED:
             return OverloadedError("too many requests are running", retry_after_s=RETRY_AFTER_S)
         return None
 
@@ -117,47 +136,131 @@ class Gate:
         return counted
 
 
-def _add_chat(app: FastAPI, core: GatewayCore) -> None:
+def _add_chat(app: FastAPI, core: GatewayCore, idempotency: Idempotency) -> None:
     chat = Chat(core)
-    idempotency = Idempotency(core.store, core.config.store.record_ttl_s * 1000)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        deadline = Deadline.after(core.config.gateway.request_timeout_s)
-        data = await read_json(request, core.config.gateway.max_body_mb * MIB)
-        body = parse_chat(data, core.config.gateway)
-        tenant = _tenant(request)
-        key = request.headers.get("idempotency-key")
+        asked = await _read(request, core)
+        body = parse_chat(asked.data, core.config.gateway)
 
         async def start(handle: str) -> Reply:
-            return await chat.start(tenant, body, handle, deadline, is_retry=key is not None)
+            return await chat.start(
+                asked.tenant, body, handle, asked.deadline, is_retry=asked.key is not None
+            )
 
-        async def run() -> Reply:
-            if key is None:
-                return await start(core.new_handle("resp"))
-            name = Key.of(tenant, key, data)
-            return await idempotency.run(name, body.logprobs, deadline, start)
-
-        return await _answer(body, run, Client(request.receive), deadline)
-
-
-async def _answer(
-    body: ChatRequest, run: Callable[[], Awaitable[Reply]], client: Client, deadline: Deadline
-) -> Response:
-    try:
-        reply = await client.wait_for(deadline.bound(run()))
-    except BaseException:
-        client.release()
-        raise
-    if body.stream:  # which now owns client and reply
+        run = asked.run(start, core, idempotency, body.logprobs)
+        if not body.stream:
+            return await _whole(asked, run, lambda reply: _collect(reply, body.logprobs))
         usage = body.stream_options.include_usage
-        return EventStream(reply, client, deadline, include_usage=usage)
+        events = partial(event_lines, include_usage=usage)
+        return await _streamed(asked, run, events, error_line)
+
+
+def _add_responses(app: FastAPI, core: GatewayCore, idempotency: Idempotency) -> None:
+    responses = Responses(core)
+
+    @app.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        asked = await _read(request, core)
+        body = parse_response(asked.data, core.config.gateway)
+
+        async def start(handle: str) -> Reply:
+            return await responses.start(
+                asked.tenant, body, handle, asked.deadline, is_retry=asked.key is not None
+            )
+
+        run, echoed = asked.run(start, core, idempotency, False), echo(body)
+        if not body.stream:
+            return await _whole(asked, run, lambda reply: Shape(reply, echoed).response())
+        return await _streamed(
+            asked,
+            run,
+            lambda reply: Shape(reply, echoed).events(),
+            lambda error: error_event(error, 0),
+        )
+
+    @app.get("/v1/responses/{handle}")
+    async def get(request: Request, handle: str) -> Response:
+        return JSONResponse(await responses.get(_tenant(request), handle))
+
+    @app.delete("/v1/responses/{handle}")
+    async def delete(request: Request, handle: str) -> Response:
+        return JSONResponse(await responses.delete(_tenant(request), handle))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has been read.
+
+    Attributes:
+        data: its JSON.
+        key: its `Idempotency-Key`.
+    """
+
+    tenant: Tenant
+    data: Any
+    key: str | None
+    deadline: Deadline
+    receive: Receive
+
+    async def run(
+        self,
+        start: Callable[[str], Awaitable[Reply]],
+        core: GatewayCore,
+        idempotency: Idempotency,
+        wants_logprobs: bool,
+    ) -> Reply:
+        """Start the turn under a fresh handle, or under its key's."""
+        if self.key is None:
+            return await start(core.new_handle("resp"))
+        name = Key.of(self.tenant, self.key, self.data)
+        return await idempotency.run(name, wants_logprobs, self.deadline, start)
+
+
+async def _read(request: Request, core: GatewayCore) -> Asked:
+    limits = core.config.gateway
+    deadline = Deadline.after(limits.request_timeout_s)
+    data = await read_json(request, limits.max_body_mb * MIB)
+    key = request.headers.get("idempotency-key")
+    return Asked(_tenant(request), data, key, deadline, request.receive)
+
+
+async def _whole(
+    asked: Asked, run: Awaitable[Reply], shape: Callable[[Reply], Awaitable[str]]
+) -> Response:
+    client, opening = Client(asked.receive), Opening(run, asked.deadline)
+
+    async def answer() -> str:
+        return await shape(await opening.reply())
+
     try:
-        completion = await client.wait_for(_collect(reply, body.logprobs))
+        text = await client.wait_for(answer())
     finally:
         client.release()
-        await reply.aclose()
-    return Response(completion, media_type="application/json")
+        await opening.aclose()
+    return Response(text, media_type="application/json")
+
+
+async def _streamed(
+    asked: Asked,
+    run: Awaitable[Reply],
+    events: Callable[[Reply], AsyncGenerator[bytes, None]],
+    failed: Callable[[CriticalKVError], bytes],
+) -> Response:
+    """Answer when the turn has begun, so that early errors have a status of their own.
+
+    When that takes long, the stream begins before: with comments that keep it alive.
+    """
+    client, opening = Client(asked.receive), Opening(run, asked.deadline)
+    try:
+        if await client.wait_for(opening.is_soon_done()):
+            await opening.reply()
+    except BaseException:
+        client.release()
+        await opening.aclose()
+        raise
+    return EventStream(opening, events, failed, client, asked.deadline)
 
 
 async def _collect(reply: Reply, wants_logprobs: bool) -> str:
@@ -231,8 +334,7 @@ def _add_status(app: FastAPI, core: GatewayCore) -> None:
 
 def error_response(error: CriticalKVError) -> JSONResponse:
     """Return an error as OpenAI's JSON with its status."""
-    if isinstance(error, NodeMissingError):
-        error = StoreUnavailableError("a stored context kept vanishing; retry")
+    error = told(error)
     headers = {}
     if error.http_status in (429, 503):
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s

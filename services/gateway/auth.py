@@ -13,7 +13,7 @@ import yaml
 
 from criticalkv.shared.config import GatewayConfig
 from criticalkv.shared.errors import AuthenticationError, ConfigError
-from criticalkv.shared.identity import HEX64, canonical_digest
+from criticalkv.shared.identity import HEX64, tenant_digest
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LOCAL_TENANT = "local"
@@ -28,7 +28,7 @@ class Tenant:
     @property
     def digest(self) -> str:
         """The tenant's name in the store, hex."""
-        return canonical_digest([("tenant", self.name)])
+        return tenant_digest(self.name)
 
 
 class Authenticator:

@@ -15,6 +15,9 @@ from criticalkv.shared.errors import BodyTooLargeError, CancelledError, InvalidR
 BODY_TIMEOUT_S = 30.0
 # Read and thrown away beyond the limit, so that a client still sending gets the answer.
 DRAIN_BYTES = 64 * 1024 * 1024
+# Each is checked by itself, and may be an error by itself, on the event loop.
+MAX_FIELDS = 256
+MAX_VALUES = 100_000
 
 
 class BodyTimeoutError(InvalidRequestError):
@@ -30,7 +33,8 @@ async def read_json(request: Request, limit: int) -> Any:
     Raises:
         BodyTooLargeError: beyond `limit` bytes.
         BodyTimeoutError: if it is not complete in time.
-        InvalidRequestError: if it is not JSON, nested too deeply, or not Unicode.
+        InvalidRequestError: if it is not JSON, nested too deeply, not Unicode, or of too
+            many values.
     """
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -42,7 +46,7 @@ async def read_json(request: Request, limit: int) -> Any:
             f"the body was not complete within {BODY_TIMEOUT_S:g} seconds, the limit"
         ) from error
     try:
-        return await asyncio.to_thread(from_json, body)
+        return await asyncio.to_thread(_parse, body)
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {str(error)[:100]}") from error
 
@@ -59,3 +63,27 @@ async def _read(request: Request, limit: int) -> bytes:
     if size > limit:
         raise BodyTooLargeError(f"the body has more than {limit} bytes, the limit")
     return b"".join(chunks)
+
+
+def _parse(body: bytes) -> Any:
+    data = from_json(body)
+    if isinstance(data, dict):
+        if len(data) > MAX_FIELDS:
+            raise InvalidRequestError(f"the body has more than {MAX_FIELDS} fields, the limit")
+        for name, value in data.items():
+            if _has_more_values(value, MAX_VALUES):
+                field = name[:100]
+                raise InvalidRequestError(f"{field}: at most {MAX_VALUES} JSON values", param=field)
+    return data
+
+
+def _has_more_values(value: Any, limit: int) -> bool:
+    waiting, count = [value], 0
+    while waiting and count <= limit:
+        value = waiting.pop()
+        children = value.values() if isinstance(value, dict) else value
+        if isinstance(value, (dict, list)):
+            count += len(value)
+            if count <= limit:
+                waiting += children
+    return count > limit

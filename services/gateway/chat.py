@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from criticalkv.services.gateway.nodes import Want, length_of
 from criticalkv.services.gateway.pace import Pace
 from criticalkv.services.gateway.plan import Plan, check_room
 from criticalkv.services.gateway.prompt import Prompt, add_implicit, check_text_size, flatten
-from criticalkv.services.gateway.schemas import ChatRequest, parse_ttl
+from criticalkv.services.gateway.schemas import ChatRequest, Extension, parse_ttl
 from criticalkv.services.gateway.swap import Bound
-from criticalkv.services.gateway.transcript import Transcript
+from criticalkv.services.gateway.transcript import Metadata, Transcript
 from criticalkv.services.gateway.workers import Event
 from criticalkv.shared.errors import (
     CancelledError,
@@ -55,6 +55,33 @@ class Base:
     first_policy: str | None = None
 
 
+def base_after(tenant: Tenant, ext: Extension, meta: Metadata, node_id: NodeId) -> Base:
+    """Return where a stored conversation stands.
+
+    Raises:
+        InvalidRequestError: if the request wants another salt than the context's.
+    """
+    if ext.cache_salt is not None and tenant_salt(tenant.name, ext.cache_salt) != meta.salt:
+        raise InvalidRequestError(
+            "criticalkv.cache_salt differs from the context's", param="criticalkv.cache_salt"
+        )
+    first, policy = ext.first(meta.first_policy or None), ext.policy or meta.policy
+    return Base(meta.transcript, policy, meta.salt, node_id, first)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is kept of a turn.
+
+    Attributes:
+        stored: whether its node is published and bound to its handle.
+        complete: adds to the handle's metadata, given the answer's text, its end and the usage.
+    """
+
+    stored: bool = True
+    complete: Callable[[Metadata, str, DecodeEnd, dict[str, Any]], Metadata] | None = None
+
+
 class Chat:
     """Runs chat turns."""
 
@@ -69,11 +96,15 @@ class Chat:
         deadline: Deadline,
         *,
         is_retry: bool = False,
+        base: Base | None = None,
+        keeping: Keeping = Keeping(),
     ) -> Turn:
         """Plan a turn, prefill what is missing, and wait for decode's first event.
 
         Args:
             is_retry: an earlier attempt may have bound the handle.
+            base: what the messages follow; None = what the request says.
+            keeping: what is kept of the turn.
 
         Raises:
             CriticalKVError: everything that can be refused before the first token.
@@ -82,12 +113,12 @@ class Chat:
         core.check_model(request.model)
         messages = [message.plain() for message in request.messages]
         check_text_size(messages, core.template, core.model.max_positions)
-        base = await self._base(tenant, request)
+        base = base or await self._base(tenant, request)
         prompt, transcript = await asyncio.to_thread(self._render, request, messages, base)
         known = await self._known(tenant, handle) if is_retry else ()
         want = self._want(tenant, request, base, known)
         plan = await self._plan(request, base, prompt, want, deadline)
-        turn = Turn(core, tenant, request, handle, base, want, transcript, received)
+        turn = Turn(core, tenant, request, handle, base, want, transcript, received, keeping)
         await turn.open(plan, deadline)
         core.swapper.refine(plan.provisional)  # not before: it would compete with the turn
         return turn
@@ -116,19 +147,13 @@ class Chat:
     async def _base(self, tenant: Tenant, request: ChatRequest) -> Base:
         """Return what the messages follow: nothing, or a stored context."""
         core, ext = self._core, request.criticalkv
-        salt = tenant_salt(tenant.name, ext.cache_salt)
         if ext.context_id is None:
+            salt = tenant_salt(tenant.name, ext.cache_salt)
             policy = ext.policy or core.config.eviction.policy
             first = ext.first(core.config.eviction.first_policy)
             return Base(core.transcript(policy, salt), policy, salt, first_policy=first)
         handle = await core.resolve(tenant, ext.context_id)
-        meta = core.metadata(handle.metadata)
-        if ext.cache_salt is not None and salt != meta.salt:
-            raise InvalidRequestError(
-                "criticalkv.cache_salt differs from the context's", param="criticalkv.cache_salt"
-            )
-        first, policy = ext.first(meta.first_policy or None), ext.policy or meta.policy
-        return Base(meta.transcript, policy, meta.salt, handle.node_id, first)
+        return base_after(tenant, ext, core.metadata(handle.metadata), handle.node_id)
 
     def _render(
         self, request: ChatRequest, messages: list[Message], base: Base
@@ -185,6 +210,7 @@ class Turn:
         want: Want,
         transcript: Transcript,
         received: float,
+        keeping: Keeping,
     ) -> None:
         self.id = handle
         self.created = int(time.time())
@@ -196,6 +222,7 @@ class Turn:
         self._base = base
         self._want = want
         self._transcript = transcript
+        self._keeping = keeping
         self._pace = Pace(core.metrics, received)
         self._handles = [handle, *(core.new_handle("resp") for _ in range(request.n - 1))]
         self._texts: list[list[str]] = [[] for _ in range(request.n)]
@@ -256,12 +283,17 @@ class Turn:
             self._starts[index] = event
             return None
         if isinstance(event, DecodeDelta):
-            self._pace.told(index, at)
-            self._texts[index].append(event.text)
-            logprobs = logprob_fields(event.logprobs)
-            return Said(index, event.text, logprobs) if event.text or logprobs else None
+            return self._say(event, at)
         self._pace.ended(index, event.completion_tokens, at)
         return await self._end(index, event)
+
+    def _say(self, delta: DecodeDelta, at: float) -> Said | None:
+        if not delta.text and not delta.token_ids:
+            return None
+        self._pace.told(delta.choice, at)
+        self._texts[delta.choice].append(delta.text)
+        logprobs = logprob_fields(delta.logprobs)
+        return Said(delta.choice, delta.text, logprobs) if delta.text or logprobs else None
 
     async def _end(self, index: int, end: DecodeEnd) -> Finished:
         if end.finish_reason == "cancelled":
@@ -284,14 +316,18 @@ class Turn:
         Raises:
             IdempotencyConflictError: if the handle is bound to another node.
         """
+        if not self._keeping.stored:
+            return None
         if end.node_id is None or end.publish_error is not None:
             return end.publish_error or "the turn was not stored"
-        answer = Message("assistant", (Part("".join(self._texts[index])),))
-        after = self._transcript.say(answer).close()
+        text = "".join(self._texts[index])
+        after = self._transcript.say(Message("assistant", (Part(text),))).close()
         base = self._base
         metadata = self._core.describe(
             "turn", after, base.policy, base.salt, first_policy=base.first_policy or ""
         )
+        if self._keeping.complete is not None:
+            metadata = self._keeping.complete(metadata, text, end, self.usage)
         try:
             await self._core.store.bind_handle(
                 self._handles[index],
@@ -343,7 +379,7 @@ class Turn:
             "prefill_ms": plan.spent.prefill_ms,
             "scoring_ms": plan.spent.scoring_ms,
             "replica": start.replica,
-            "published": error is None,
+            "published": self._keeping.stored and error is None,
             "ttft_ms": 1000 * (self._pace.ttft or 0.0),
         }
         return fields if error is None else {**fields, "error": error}
@@ -360,6 +396,7 @@ class Turn:
             salt=self._base.salt,
             sampling=self._sampling(plan, first),
             policy=extension.turn_policy or self._core.config.eviction.turn_policy,
+            publish=self._keeping.stored,
             ttl_ms=_ttl_ms(self._request),
             tenant=self._tenant.digest,
             min_tier=extension.min_read_tier,

@@ -1,26 +1,78 @@
-"""The one decode request of a turn, as one stream of its choices' events."""
+"""The choices of a turn, as one stream of events, whatever happens to those who decode."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.plan import Plan, Planner
-from criticalkv.services.gateway.workers import Event, WorkerLostError, Workers
-from criticalkv.shared.errors import NodeMissingError
-from criticalkv.shared.requests import DecodeEnd, DecodeRequest, DecodeStart
+from criticalkv.services.gateway.workers import Event, Workers
+from criticalkv.shared.errors import (
+    CriticalKVError,
+    NodeMissingError,
+    OverloadedError,
+    WorkerLostError,
+)
+from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart
 
 BUFFERED = 64  # events that a slow reader may leave waiting
+MAX_LOST_WORKERS = 3  # that one turn survives; then a request is more likely to kill them
+MAX_LOST_CONTEXTS = 1  # that one turn has rebuilt, for each time that decode begins
+PAUSE_S = 0.5  # for those who route to learn that a worker is gone
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Told:
+    """What the reader knows of a choice."""
+
+    start: DecodeStart | None = None
+    sampled: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def note(self, event: Event) -> None:
+        """Add an event."""
+        if isinstance(event, DecodeStart):
+            self.start = event
+        elif isinstance(event, DecodeDelta):
+            self.sampled += event.sampled
+        else:
+            self.ended = True
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything of the answer is known."""
+        return bool(self.sampled) or self.ended
+
+
+@dataclass
+class Losses:
+    """How often a request began again, and may."""
+
+    workers: int = 0
+    contexts: int = 0
+
+    def allow(self, error: CriticalKVError) -> bool:
+        """Count what was lost; return whether to go on."""
+        if isinstance(error, NodeMissingError):
+            self.contexts += 1
+            return self.contexts <= MAX_LOST_CONTEXTS
+        self.workers, self.contexts = self.workers + 1, 0
+        return self.workers <= MAX_LOST_WORKERS
 
 
 class Choices:
     """Runs a decode request, with all its choices, until closed.
 
-    If the context got lost, or the worker died, before any choice told anything, all are
-    tried once more; a lost context is rebuilt first.
+    If the context got lost, or the worker died, before any choice told anything, all begin
+    again together. Later every choice goes on by itself, on another worker, after exactly
+    the tokens that were told. A lost context is rebuilt first.
 
     Args:
         workers: who decodes.
@@ -44,6 +96,8 @@ class Choices:
         self._planner = planner
         self._request = request
         self._deadline = deadline
+        self._told: list[Told] = []
+        self._restoring = asyncio.Lock()
         self._queue: asyncio.Queue[tuple[Event | Exception, float]] = asyncio.Queue(BUFFERED)
         self._task = asyncio.create_task(self._run())
 
@@ -64,35 +118,94 @@ class Choices:
 
     async def _run(self) -> None:
         try:
-            for last in (False, True):
-                try:
-                    return await self._forward(self._request(self.plan))
-                except _BeforeTextError as early:
-                    if last:
-                        raise early.error from None
-                    if isinstance(early.error, NodeMissingError):
-                        await self._restore(early.error)
-        except Exception as error:
-            await self._put(error)
+            request, losses = self._request(self.plan), Losses()
+            self._told = [Told() for _ in range(1 + len(request.branch_seeds))]
+            await self._begin(request, losses)
+            left = [choice for choice, told in enumerate(self._told) if not told.ended]
+            async with asyncio.TaskGroup() as group:
+                for choice in left:
+                    group.create_task(self._continue(choice, Losses(losses.workers)))
+        except* Exception as failed:
+            await self._put(_first(failed))
 
-    async def _forward(self, request: DecodeRequest) -> None:
-        """Pass one attempt's events on, until every choice has ended."""
-        told, running = False, 1 + len(request.branch_seeds)
+    async def _begin(self, request: DecodeRequest, losses: Losses) -> None:
+        """Run all choices, anew until something is told; return when all ended or one is lost."""
+        while True:
+            error = await self._attempt(request, range(len(self._told)))
+            if error is None:
+                return
+            await self._recover(error, losses)
+            if any(told.anything for told in self._told):
+                return
+            request = self._request(self.plan)
+
+    async def _continue(self, choice: int, losses: Losses) -> None:
+        """Run one choice to its end after what is told of it."""
+        while True:
+            request = self._rest_of(choice)
+            error = await self._attempt(request, [choice])
+            if error is None:
+                return
+            await self._recover(error, losses)
+
+    def _rest_of(self, choice: int) -> DecodeRequest:
+        """Return the request for what is left of a choice, at the view that was told."""
+        request, told = self._request(self.plan), self._told[choice]
+        start = next(t.start for t in (told, *self._told) if t.start is not None)
+        seed = (request.sampling.seed, *request.branch_seeds)[choice]
+        return request.model_copy(
+            update={
+                "view": start.view,
+                "min_tier": None,
+                "sampling": request.sampling.model_copy(update={"seed": seed}),
+                "branch_seeds": (),
+                "emitted": tuple(told.sampled),
+            }
+        )
+
+    async def _attempt(
+        self, request: DecodeRequest, choices: Sequence[int]
+    ) -> CriticalKVError | None:
+        """Pass a worker's events on; return what was lost before every choice had ended.
+
+        Args:
+            request: for as many choices.
+            choices: their numbers to the reader.
+        """
+        running = len(choices)
         left = request.model_copy(update={"deadline_s": self._deadline.remaining()})
         try:
             async with aclosing(self._workers.decode(left)) as events:
                 async for event in events:
-                    told = told or not isinstance(event, DecodeStart)
-                    await self._put(event)
-                    running -= isinstance(event, DecodeEnd)
+                    own = event.model_copy(update={"choice": choices[event.choice]})
+                    self._told[own.choice].note(own)
+                    await self._put(own)
+                    running -= isinstance(own, DecodeEnd)
                     if not running:
-                        return
-            # An end without all its events must not look like an answer.
-            raise WorkerLostError("the worker stopped in the middle of the answer")
+                        return None
         except (NodeMissingError, WorkerLostError) as error:
-            if told:
+            return error
+        except OverloadedError as error:  # who is left has the lost one's work, too
+            if not request.emitted:
                 raise
-            raise _BeforeTextError(error) from error
+            return error
+        # An end without all its events must not look like an answer.
+        return WorkerLostError("the worker stopped in the middle of the answer")
+
+    async def _recover(self, error: CriticalKVError, losses: Losses) -> None:
+        """Make another attempt possible.
+
+        Raises:
+            CriticalKVError: the loss itself, if there were too many.
+        """
+        if not losses.allow(error):
+            raise error
+        log.warning("decode of a turn was lost (%s); it goes on elsewhere", type(error).__name__)
+        if isinstance(error, NodeMissingError):
+            async with self._restoring:  # choices that go on by themselves lose it together
+                await self._restore(error)
+        elif losses.workers > 1 or isinstance(error, OverloadedError):
+            await self._deadline.bound(asyncio.sleep(error.retry_after_s or PAUSE_S))
 
     async def _put(self, event: Event | Exception) -> None:
         await self._queue.put((event, time.perf_counter()))
@@ -103,9 +216,10 @@ class Choices:
         self.plan = await self._planner.restore(self.plan, self._deadline)
 
 
-class _BeforeTextError(Exception):
-    """An attempt failed before it told anything."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+def _first(failed: BaseExceptionGroup[Exception]) -> Exception:
+    """Return one of the errors of a group, which may hold groups."""
+    error: BaseException = failed
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error

@@ -166,8 +166,15 @@ class GatewayCore:
             raise ContextExpiredError("the context was stored by another version")
         return meta
 
-    async def resolve(self, tenant: Tenant, handle: str) -> pb.Handle:
+    async def resolve(
+        self, tenant: Tenant, handle: str, param: str = "criticalkv.context_id"
+    ) -> pb.Handle:
         """Return a tenant's handle.
+
+        Args:
+            tenant: who asks.
+            handle: as the client gave it.
+            param: field that has it.
 
         Raises:
             ContextNotFoundError: always with the same words, whether the handle is
@@ -176,7 +183,7 @@ class GatewayCore:
         try:
             return await self.store.resolve_handle(tenant.digest, handle)
         except ContextNotFoundError:
-            raise ContextNotFoundError("no such context", param="criticalkv.context_id") from None
+            raise ContextNotFoundError("no such context", param=param) from None
 
     def new_handle(self, prefix: str) -> str:
         """Return a fresh random handle."""

@@ -25,13 +25,17 @@ class Gateway:
 
     def __init__(self, config: Config, prefill: Any, decode: Any) -> None:
         spec = load_spec(config.model, check_device=False)
+        self._workers = RayWorkers(prefill, decode)
         self._core = GatewayCore(
-            config,
-            spec,
-            load_tokenizer(spec),
-            StoreClient.of(config.store),
-            RayWorkers(prefill, decode),
+            config, spec, load_tokenizer(spec), StoreClient.of(config.store), self._workers
         )
+
+    async def drain(self, grace_s: float) -> None:
+        """Begin no more answers; end those that run after `grace_s` with an error event.
+
+        Called before the application is deleted: after that nobody could tell the clients.
+        """
+        await self._workers.drain(grace_s)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve in the replica, after the constructor."""

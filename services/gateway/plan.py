@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from criticalkv.services.gateway.async_store import AsyncStore
@@ -16,10 +18,13 @@ from criticalkv.shared.errors import (
     ContextExpiredError,
     ContextLengthError,
     ContextNotFoundError,
+    NodeMissingError,
 )
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
+
+ATTEMPTS = 3
 
 
 @dataclass
@@ -141,9 +146,14 @@ class Planner:
             ContextLengthError: before any prefill.
         """
         check_room(len(prompt.ids), room, self._model.max_positions)
-        found = await self._lookup.longest(prompt, want)
-        check_room(_length(found, prompt), room, self._model.max_positions)
-        return await self._finish(prompt, found, want, Spent(), deadline)
+        spent = Spent()
+
+        async def plan() -> Plan:
+            found = await self._lookup.longest(prompt, want)
+            check_room(_length(found, prompt), room, self._model.max_positions)
+            return await self._finish(prompt, found, want, spent, deadline)
+
+        return await _anew(plan)
 
     async def continued(
         self, node_id: str, prompt: Prompt, want: Want, room: int, deadline: Deadline
@@ -156,17 +166,28 @@ class Planner:
         """
         before = await self._restorer.length(node_id)
         check_room(before + len(prompt.ids), room, self._model.max_positions)
-        node, done = await self._restorer.restore(node_id, deadline, want.at_least, want.tenant)
-        found = Found(node, 0)
-        check_room(_length(found, prompt), room, self._model.max_positions)
-        return await self._finish(prompt, found, want, Spent(done), deadline)
+        spent = Spent()
+
+        async def plan() -> Plan:
+            node, done = await self._restorer.restore(node_id, deadline, want.at_least, want.tenant)
+            spent.results += done
+            found = Found(node, 0)
+            check_room(_length(found, prompt), room, self._model.max_positions)
+            return await self._finish(prompt, found, want, spent, deadline)
+
+        return await _anew(plan)
 
     async def store_all(self, prompt: Prompt, want: Want, deadline: Deadline) -> Plan:
         """Make sure that the nodes of all boundaries are stored; the rest is left out."""
         check_room(len(prompt.ids), 1, self._model.max_positions)
-        found, spent = await self._lookup.longest(prompt, want), Spent()
-        found = await self._to_last_boundary(prompt, found, want, spent, deadline)
-        return Plan(found.node, (), spent, _provisional(found, want), want.tenant)
+        spent = Spent()
+
+        async def plan() -> Plan:
+            found = await self._lookup.longest(prompt, want)
+            found = await self._to_last_boundary(prompt, found, want, spent, deadline)
+            return Plan(found.node, (), spent, _provisional(found, want), want.tenant)
+
+        return await _anew(plan)
 
     async def refine(self, cheap: Provisional, deadline: Deadline, made: Made) -> Node:
         """Compute a chain's end under the wanted policy, behind everything else.
@@ -274,6 +295,14 @@ class Planner:
             tenant=want.tenant,
             background=background,
         )
+
+
+async def _anew(plan: Callable[[], Awaitable[Plan]]) -> Plan:
+    """Plan again if a node vanished, or lost a tier that was to be read, meanwhile."""
+    for _ in range(ATTEMPTS - 1):
+        with suppress(NodeMissingError):
+            return await plan()
+    return await plan()
 
 
 def check_room(prompt_tokens: int, room: int, limit: int) -> None:

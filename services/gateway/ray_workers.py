@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
 
-from criticalkv.services.gateway.workers import Event, WorkerLostError
-from criticalkv.shared.errors import CancelledError, CriticalKVError, OverloadedError
+from criticalkv.services.gateway.workers import Event
+from criticalkv.shared.errors import (
+    CancelledError,
+    CriticalKVError,
+    OverloadedError,
+    WorkerLostError,
+)
 from criticalkv.shared.requests import DecodeRequest, PrefillRequest, PrefillResult
+
+# How it shows that a process, or the machine under it, is gone.
+LOST = (
+    RayActorError,
+    WorkerCrashedError,
+    NodeDiedError,
+    ObjectLostError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
+
+
+POLL_S = 0.05
+STOPPING = "the service is stopping"
 
 
 class RayWorkers:
@@ -20,9 +51,25 @@ class RayWorkers:
     def __init__(self, prefill: Any, decode: Any) -> None:
         self._prefill = prefill
         self._decode = decode.options(stream=True)
+        self._streams: set[Any] = set()
+        self._is_draining = False
+
+    async def drain(self, grace_s: float) -> None:
+        """Begin nothing more; end what still runs after the grace, with an error.
+
+        Returns when all has ended; the last errors may still be on their way to clients.
+        """
+        self._is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._streams:
+                    await asyncio.sleep(POLL_S)
+        for response in self._streams:
+            response.cancel()
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute and publish one node; a cancelled call stops the worker."""
+        self._check_open()
         response = self._prefill.run.remote(request)
         try:
             result: PrefillResult = await response
@@ -35,15 +82,29 @@ class RayWorkers:
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Event, None]:
         """Generate a turn; closing the generator stops the worker."""
+        self._check_open()
         response = self._decode.generate.remote(request)
+        self._streams.add(response)
         try:
             async for event in response:
                 yield event
-        except (asyncio.CancelledError, GeneratorExit):
+        except GeneratorExit:
             response.cancel()
             raise
+        except asyncio.CancelledError as error:
+            response.cancel()
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise CancelledError(STOPPING) from error  # cancelled by `drain`, not by who reads
         except Exception as error:
             raise unwrap(error) from error
+        finally:
+            self._streams.discard(response)
+
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise WorkerLostError(STOPPING, retry_after_s=1.0)
 
 
 def unwrap(error: Exception) -> Exception:
@@ -53,7 +114,7 @@ def unwrap(error: Exception) -> Exception:
         return cause
     if isinstance(error, BackPressureError):
         return OverloadedError("too many requests are queued", retry_after_s=1.0)
-    if isinstance(error, (RayActorError, DeploymentUnavailableError)):
+    if isinstance(error, LOST):
         return WorkerLostError("the worker died; retry", retry_after_s=1.0)
     if isinstance(error, TaskCancelledError):
         return CancelledError("the worker cancelled the request")

@@ -19,6 +19,8 @@ MAX_BREAKPOINTS = 4
 MIN_INTERVAL = 16  # a stepwise policy runs one forward per interval: none for each token
 MAX_TTL_S = 366 * 24 * 3600
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+MAX_METADATA = 16
+MAX_LABEL_CHARS = 512
 _UNSUPPORTED_PARTS = ("image_url", "input_audio", "file", "refusal", "audio", "video_url")
 
 # OpenAI fields without an implementation here → the values that ask for nothing.
@@ -57,7 +59,7 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -109,7 +111,7 @@ def _canonical(value: str | None, parse: Callable[[str], Policy | None]) -> str 
     return policy.canonical()
 
 
-class Breakpoint(_Body):
+class Breakpoint(Body):
     """OpenAI's mark: the prefix that ends with this part is kept."""
 
     mode: Literal["explicit"]
@@ -118,7 +120,7 @@ class Breakpoint(_Body):
     _check_ttl = field_validator("ttl")(_ttl)
 
 
-class CacheControl(_Body):
+class CacheControl(Body):
     """Anthropic's mark with the same meaning."""
 
     type: Literal["ephemeral"]
@@ -127,7 +129,7 @@ class CacheControl(_Body):
     _check_ttl = field_validator("ttl")(_ttl)
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A content part; text is all there is."""
 
     type: Literal["text"]
@@ -149,7 +151,7 @@ class TextPart(_Body):
         return self.prompt_cache_breakpoint or self.cache_control
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -160,7 +162,7 @@ class ChatMessage(_Body):
     def _drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {k: v for k, v in data.items() if not _is_neutral(NEUTRAL_MESSAGE, k, v)}
+        return {k: v for k, v in data.items() if not is_neutral(NEUTRAL_MESSAGE, k, v)}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -180,7 +182,7 @@ class ChatMessage(_Body):
         return Message(role, tuple(Part(p.text, p.mark is not None) for p in self.content))
 
 
-class CacheOptions(_Body):
+class CacheOptions(Body):
     """OpenAI's `prompt_cache_options`."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
@@ -189,14 +191,34 @@ class CacheOptions(_Body):
     _check_ttl = field_validator("ttl")(_ttl)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class _Policies(_Body):
+class Labels(Body):
+    """What a client may tell without influence on the answer, by OpenAI's own words."""
+
+    user: str | None = Field(default=None, max_length=MAX_LABEL_CHARS)
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = Field(default=None, max_length=MAX_LABEL_CHARS)
+    prompt_cache_key: str | None = Field(default=None, max_length=MAX_LABEL_CHARS)
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _few_and_short(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            if len(value) > MAX_METADATA:
+                raise ValueError(f"metadata has at most {MAX_METADATA} keys")
+            for key, text in value.items():
+                if len(key) > 64 or (isinstance(text, str) and len(text) > 512):
+                    raise ValueError("metadata: keys of at most 64, values of 512 characters")
+        return value
+
+
+class _Policies(Body):
     """How contexts are compressed: at once, and in the end."""
 
     policy: str | None = None
@@ -241,10 +263,12 @@ class Extension(_Policies):
         """
         least, wanted = self.min_read_tier, self.read_tier
         if least is not None and wanted is not None and Decimal(least) > Decimal(wanted):
-            raise _limit("criticalkv.min_read_tier", f"at most read_tier ({wanted}), got {least}")
+            raise limit_error(
+                "criticalkv.min_read_tier", f"at most read_tier ({wanted}), got {least}"
+            )
 
 
-class ChatRequest(_Body):
+class ChatRequest(Labels):
     """Body of `POST /v1/chat/completions`."""
 
     model: str = Field(max_length=256)
@@ -262,11 +286,6 @@ class ChatRequest(_Body):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     prompt_cache_options: CacheOptions = CacheOptions()
     criticalkv: Extension = Extension()
-    # Without influence on the answer by OpenAI's own words.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -303,13 +322,11 @@ class ChatRequest(_Body):
             InvalidRequestError: naming the field and the limit.
         """
         if self.n > limits.max_choices:
-            raise _limit("n", f"at most {limits.max_choices} choices")
-        if len(self.stop) > limits.max_stop_strings:
-            raise _limit("stop", f"at most {limits.max_stop_strings} stop strings")
+            raise limit_error("n", f"at most {limits.max_choices} choices")
         for i, text in enumerate(self.stop):
             if not 1 <= len(text) <= limits.max_stop_chars:
-                raise _limit(f"stop[{i}]", f"1 to {limits.max_stop_chars} characters")
-        _check_messages(self.messages)
+                raise limit_error(f"stop[{i}]", f"1 to {limits.max_stop_chars} characters")
+        check_marks(self.messages)
         self.criticalkv.check()
 
 
@@ -330,7 +347,7 @@ class ContextRequest(_Policies):
     def _one_source(self) -> Self:
         if (self.text is None) == (self.messages is None):
             raise ValueError("text: give either text or messages")
-        _check_messages(self.messages or [])
+        check_marks(self.messages or [])
         return self
 
     def plain(self) -> list[Message]:
@@ -349,11 +366,11 @@ def parse_chat(data: Any, limits: GatewayConfig) -> ChatRequest:
     Raises:
         InvalidRequestError, UnsupportedFieldError: naming the field.
     """
-    fields = _map(data, limits)
-    for field in [k for k in fields if k in NEUTRAL]:
-        if not _is_neutral(NEUTRAL, field, fields.pop(field)):
-            raise UnsupportedFieldError(f"{field} is not supported", param=field)
-    request = _validate(ChatRequest, fields)
+    fields = drop_neutral(body_map(data, "messages", limits), NEUTRAL)
+    stop = fields.get("stop")
+    if isinstance(stop, list) and len(stop) > limits.max_stop_strings:
+        raise limit_error("stop", f"at most {limits.max_stop_strings} stop strings")
+    request = validate(ChatRequest, fields)
     request.check(limits)
     return request
 
@@ -364,19 +381,54 @@ def parse_context(data: Any, limits: GatewayConfig) -> ContextRequest:
     Raises:
         InvalidRequestError: naming the field.
     """
-    return _validate(ContextRequest, _map(data, limits))
+    return validate(ContextRequest, body_map(data, "messages", limits))
 
 
-def _map(data: Any, limits: GatewayConfig) -> dict[str, Any]:
+def body_map(data: Any, field: str, limits: GatewayConfig) -> dict[str, Any]:
+    """Return a body as a map, its messages counted: checking each costs time.
+
+    Args:
+        data: parsed JSON.
+        field: that has the messages.
+        limits: of messages, and of content parts in all of them.
+
+    Raises:
+        InvalidRequestError: naming the field and the limit.
+    """
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    messages = data.get("messages")
-    if isinstance(messages, list) and len(messages) > limits.max_messages:
-        raise _limit("messages", f"at most {limits.max_messages} messages")
+    messages = data.get(field)
+    if isinstance(messages, list):
+        if len(messages) > limits.max_messages:
+            raise limit_error(field, f"at most {limits.max_messages} messages")
+        if sum(map(_parts, messages)) > limits.max_parts:
+            raise limit_error(field, f"at most {limits.max_parts} content parts")
     return dict(data)
 
 
-def _validate(model: type[Model], fields: dict[str, Any]) -> Model:
+def drop_neutral(fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the fields without those that are not implemented and ask for nothing.
+
+    Raises:
+        UnsupportedFieldError: for one that asks for something.
+    """
+    for field in [k for k in fields if k in neutral]:
+        if not is_neutral(neutral, field, fields.pop(field)):
+            raise UnsupportedFieldError(f"{field} is not supported", param=field)
+    return fields
+
+
+def _parts(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    return len(content) if isinstance(content, list) else 1
+
+
+def validate(model: type[Model], fields: dict[str, Any]) -> Model:
+    """Return the checked body.
+
+    Raises:
+        InvalidRequestError, UnsupportedFieldError: naming the field.
+    """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -393,7 +445,7 @@ def _field_error(loc: tuple[int | str, ...], kind: str, message: str) -> Invalid
         known = str(loc[-1]) in NEUTRAL or str(loc[-1]) in NEUTRAL_MESSAGE
         error = UnsupportedFieldError if known else InvalidRequestError
         return error(f"{path}: {'is not supported' if known else 'unknown field'}", param=path)
-    error = UnsupportedFieldError if "unsupported content part" in message else InvalidRequestError
+    error = UnsupportedFieldError if "unsupported" in message else InvalidRequestError
     return error(f"{path}: {message.removeprefix('Value error, ')}", param=path)
 
 
@@ -408,7 +460,8 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def _is_neutral(neutral: dict[str, tuple[Any, ...]], field: str, value: Any) -> bool:
+def is_neutral(neutral: dict[str, tuple[Any, ...]], field: str, value: Any) -> bool:
+    """Whether a field that is not implemented has a value that asks for nothing."""
     if field not in neutral:
         return False
     return value is None or any(
@@ -416,7 +469,12 @@ def _is_neutral(neutral: dict[str, tuple[Any, ...]], field: str, value: Any) -> 
     )
 
 
-def _check_messages(messages: list[ChatMessage]) -> None:
+def check_marks(messages: list[ChatMessage]) -> None:
+    """Refuse more breakpoints than OpenAI allows.
+
+    Raises:
+        InvalidRequestError: if there are more than four.
+    """
     marks = sum(part.mark is not None for m in messages for part in m.content)
     if marks > MAX_BREAKPOINTS:
         raise InvalidRequestError(
@@ -425,5 +483,6 @@ def _check_messages(messages: list[ChatMessage]) -> None:
         )
 
 
-def _limit(field: str, text: str) -> InvalidRequestError:
+def limit_error(field: str, text: str) -> InvalidRequestError:
+    """Return the error that names a field and what it is limited to."""
     return InvalidRequestError(f"{field}: {text}", param=field)

@@ -66,7 +66,7 @@ class Transcript:
 
 
 class Metadata(BaseModel):
-    """What a handle carries besides its node. Opaque to the store; no text."""
+    """What a handle carries besides its node. Opaque to the store; no text but a response's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,6 +87,9 @@ class Metadata(BaseModel):
     # `node_policy` is that of the handle's own node, as long as it is another than `policy`.
     first_policy: str = ""
     node_policy: str = ""
+    # Of a response only: the digest of its instructions ("" = none), and what is kept of it.
+    instructions: str = ""
+    response: bytes = b""
 
     @property
     def transcript(self) -> Transcript:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.errors import WorkerLostError
 from criticalkv.shared.requests import (
     DecodeDelta,
     DecodeEnd,
@@ -15,14 +15,9 @@ from criticalkv.shared.requests import (
     PrefillResult,
 )
 
+__all__ = ["Event", "WorkerLostError", "Workers"]
+
 Event = DecodeStart | DecodeDelta | DecodeEnd
-
-
-class WorkerLostError(CriticalKVError):
-    """The worker that ran the request died; nothing of it was published."""
-
-    http_status = 503
-    code = "worker_lost"
 
 
 class Workers(Protocol):

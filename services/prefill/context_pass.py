@@ -11,6 +11,7 @@ from torch import Tensor
 
 from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.chain import Chain
+from criticalkv.shared.failpoints import hit
 from criticalkv.shared.model.attention import LayerCall, attend_ragged
 from criticalkv.shared.model.loader import LoadedModel
 
@@ -63,4 +64,5 @@ class ContextPass:
         started = time.perf_counter()
         self._sink.take(LayerPass(call, out, prefix))
         self.sink_s += time.perf_counter() - started
+        hit("prefill.layer")
         return out

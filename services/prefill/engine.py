@@ -284,7 +284,7 @@ class _Prefill:
             salt=request.salt,
             parent=request.ancestors[-1] if request.ancestors else None,
             view=request.view,
-            tokens=tokens_digest(request.token_ids),
+            tokens=tokens_digest(request.token_ids, request.pending_ids),
         )
         if identity.node_id != request.node_id:
             raise InvalidRequestError(

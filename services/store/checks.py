@@ -93,6 +93,8 @@ def check_commit(begin: pb.PutBegin, commit: pb.PutCommit) -> Manifest:
         record = TokenRecord.decode(size(commit.token_record, limit, "token_record"))
     except CorruptNodeError as error:
         raise InvalidRequestError(f"commit: {error.message}", param="manifest_parts") from error
+    if manifest.dropped_tiers:
+        raise InvalidRequestError("a new node has no dropped_tiers", param="manifest_parts")
     if manifest.node_id != begin.node_id:
         raise InvalidRequestError("the manifest is of another node", param="manifest_parts")
     if manifest.attempt != begin.attempt:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import NoReturn
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import checks
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 BATCH = 4
 """Segments read in one round trip while as many are being sent."""
+AHEAD = 2
+"""Batches being read at the same time."""
 _CACHED_MANIFESTS = 32
 
 
@@ -31,8 +34,15 @@ class Reader:
         self._nodes = nodes
         self._manifests: OrderedDict[tuple[str, str, int], Manifest] = OrderedDict()
 
-    async def get(self, request: pb.GetNodeRequest) -> AsyncIterator[bytes]:
+    async def get(
+        self, request: pb.GetNodeRequest, offered: pb.RedisLocation | None = None
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the header frame, then the segments' frames.
+
+        Args:
+            request: what to read.
+            offered: where the client can read the segments itself; then only the header
+                is sent.
 
         Raises:
             InvalidRequestError: for a tier, layer range or limit that cannot be.
@@ -49,32 +59,35 @@ class Reader:
             generation=opened.generation,
             tier=tier,
             segment_count=len(order),
+            location=offered if order else None,
         )
         yield pb.GetFrame(header=header).SerializeToString()
-        async for frame in self._frames(node_id, manifest, order):
-            yield frame
+        if not header.HasField("location"):
+            async for frame in self._frames(opened, manifest, order):
+                yield frame
         METRICS.gets.labels("hit").inc()
 
     async def _frames(
-        self, node_id: str, manifest: Manifest, order: list[int]
+        self, opened: Opened, manifest: Manifest, order: list[int]
     ) -> AsyncIterator[bytes]:
+        node_id = manifest.node_id
         batches = [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
-        running = self._read(node_id, manifest, batches[0]) if batches else None
+        running = deque(self._read(node_id, manifest, batch) for batch in batches[:AHEAD])
         try:
             for at, batch in enumerate(batches):
-                assert running is not None
-                frames = await asyncio.shield(running)
-                more = at + 1 < len(batches)
-                running = self._read(node_id, manifest, batches[at + 1]) if more else None
+                frames = await asyncio.shield(running[0])
+                running.popleft()
+                if at + AHEAD < len(batches):
+                    running.append(self._read(node_id, manifest, batches[at + AHEAD]))
                 for index, frame in zip(batch, frames, strict=True):
                     if frame is None:
-                        await self._lost(node_id, manifest.attempt, f"segment {index} is gone")
+                        await self._lost(node_id, opened, f"segment {index} is gone")
                     else:
                         METRICS.bytes_out.inc(len(frame))
                         yield frame
         finally:
-            if running is not None:
-                running.add_done_callback(_retrieve)
+            for late in running:
+                late.add_done_callback(_retrieve)
 
     def _read(
         self, node_id: str, manifest: Manifest, batch: list[int]
@@ -100,12 +113,13 @@ class Reader:
                 raise CorruptNodeError("the manifest is of another node")
             return manifest
         except CorruptNodeError as error:
-            return await self._lost(node_id, opened.attempt, error.message)
+            return await self._lost(node_id, opened, error.message)
 
-    async def _lost(self, node_id: str, attempt: str, why: str) -> Manifest:
-        # One part gone: the node is a miss for everybody, at once.
-        METRICS.gets.labels("damaged").inc()
-        await self._nodes.drop(node_id, attempt)
+    async def _lost(self, node_id: str, opened: Opened, why: str) -> NoReturn:
+        # One part gone: the node is a miss for everybody, at once. Unless it has shrunk or
+        # was replaced since: then only this read is over.
+        outcome, _ = await self._nodes.drop(node_id, opened.attempt, generation=opened.generation)
+        METRICS.gets.labels("overtaken" if outcome == "other" else "damaged").inc()
         raise NodeMissingError.of(node_id, why)
 
 

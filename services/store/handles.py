@@ -5,6 +5,7 @@ from __future__ import annotations
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import checks, keys, scripts
 from criticalkv.services.store.nodes import Nodes
+from criticalkv.services.store.quotas import Quotas
 from criticalkv.services.store.redis_data import RedisData
 from criticalkv.shared.cache.manifest import MAX_PART_BYTES
 from criticalkv.shared.config import StoreConfig
@@ -32,6 +33,7 @@ class Handles:
         self._nodes = nodes
         self._ttl_ms = config.record_ttl_s * 1000
         self._node_ttl_ms = config.node_ttl_s * 1000
+        self._quotas = Quotas(config)
 
     async def bind(self, request: pb.BindHandleRequest) -> pb.Handle:
         """Bind a handle to a node; again with the same node is the same binding.
@@ -43,7 +45,7 @@ class Handles:
         tenant, handle = checks.tenant(request.tenant), checks.handle(request.handle)
         node_id = checks.node_id(request.node_id)
         metadata = checks.size(request.metadata, MAX_PART_BYTES, "metadata")
-        ttl_ms = checks.ttl(request.ttl_ms, self._ttl_ms)
+        ttl_ms = self._quotas.of(tenant).shortened(checks.ttl(request.ttl_ms, self._ttl_ms))
         if not await self._nodes.known(node_id):
             raise NodeMissingError.of(node_id, "not stored")
         digest = keys.digest(tenant, handle)
@@ -140,7 +142,7 @@ class Handles:
         """Pin the new node if the old one is pinned; unpin that with its last handle."""
         if not await self._redis.command("SISMEMBER", keys.pins(old), tenant):
             return
-        await self._nodes.pin(tenant, new)
+        await self._nodes.pin(tenant, new, limited=False)  # it takes the old pin's place
         if not await self._redis.command("ZCARD", keys.bindings(old)):
             await self._nodes.unpin(tenant, old)
 

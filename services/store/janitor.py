@@ -8,18 +8,25 @@ and idempotently, so any number of servers may run a janitor at once.
 from __future__ import annotations
 
 from criticalkv.services.store import keys, scripts
-from criticalkv.services.store.books import Books, value_of
+from criticalkv.services.store.books import Books
+from criticalkv.services.store.metrics import METRICS
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.redis_data import RedisData
+from criticalkv.services.store.shrinking import Shrinker
 from criticalkv.services.store.tasks import repeat
 
 _STEP = 256
+RECOUNT_MS = 60_000
+PIN_MS = 60_000
+"""How long a pin may be in the books before its node says so."""
 
 
 class Janitor:
     """Repairs accounts; `run` does so for ever."""
 
-    def __init__(self, redis: RedisData, nodes: Nodes, books: Books, grace_ms: int) -> None:
+    def __init__(
+        self, redis: RedisData, nodes: Nodes, books: Books, shrinker: Shrinker, grace_ms: int
+    ) -> None:
         """Prepare one.
 
         Args:
@@ -28,6 +35,7 @@ class Janitor:
         self._redis = redis
         self._nodes = nodes
         self._books = books
+        self._shrinker = shrinker
         self._grace_ms = grace_ms
 
     async def run(self, interval_s: float) -> None:
@@ -37,15 +45,38 @@ class Janitor:
     async def sweep(self) -> None:
         """Do one full round."""
         await self._empty_trash()
+        await self._shrinker.unlink_due()
         await self._end_dead_puts()
         await self._check_accounts()
         await self._check_index()
+        await self._check_pins()
+        await self._books.recount(RECOUNT_MS)
+
+    async def empty_early(self, nbytes: int, tenant: str = "") -> int:
+        """Unlink attempts before their longest read is over, until `nbytes` are free.
+
+        Args:
+            tenant: only this one's; "" = all.
+
+        Returns:
+            The bytes freed.
+        """
+        freed = 0
+        members = [_text(m) for m in await self._redis.command("ZRANGE", keys.TRASH, 0, -1)]
+        for begin in range(0, len(members), _STEP):
+            step = members[begin : begin + _STEP]
+            owners = await self._books.owners(step)
+            for member, owner in zip(step, owners, strict=True):
+                if freed < nbytes and tenant in ("", owner) and not await self._named(member):
+                    freed += await self._remove(member)
+                    METRICS.early_unlinks.inc()
+        return freed
 
     async def _empty_trash(self) -> None:
         # Replaced and expired generations whose longest read is over.
         for member in await self._due(keys.TRASH):
             if await self._named(member):
-                await self._redis.command("ZREM", keys.TRASH, member)
+                await self._books.keep(member)
             else:
                 await self._remove(member)
 
@@ -59,75 +90,94 @@ class Janitor:
         while True:
             reply = await self._redis.command("HSCAN", keys.SIZES, cursor, "COUNT", _STEP)
             cursor = str(int(reply[0]))
-            found = reply[1]
-            names = [_text(name) for name in (found if isinstance(found, dict) else found[::2])]
-            for member in await self._orphans(names):
-                # Not at once: a put may be between its publication and its books, and
-                # a read may still run.
-                await self._books.trash(member, self._grace_ms)
+            await self._check_sizes(_sizes(reply[1]))
             if cursor == "0":
                 return
 
-    async def _orphans(self, members: list[str]) -> list[str]:
-        # Accounts that no manifest names and that are neither being written nor trash.
+    async def _check_sizes(self, sizes: dict[str, int]) -> None:
+        # Of attempts that are neither being written nor trash: what no manifest names is an
+        # orphan; what holds other bytes than its manifest says has lost a note of its cuts.
         replies = await self._redis.commands(
             [
                 command
-                for member in members
+                for member in sizes
                 for command in (
-                    ("HGET", keys.manifest(member.split(":")[0]), "attempt"),
+                    ("HMGET", keys.manifest(member.split(":")[0]), "attempt", "bytes"),
                     ("ZSCORE", keys.WRITING, member),
                     ("ZSCORE", keys.TRASH, member),
+                    ("HEXISTS", keys.USED, member.split(":")[0]),
                 )
             ]
         )
-        return [
-            member
-            for i, member in enumerate(members)
-            if _text(replies[3 * i] or b"") != member.split(":")[1]
-            and replies[3 * i + 1] is None
-            and replies[3 * i + 2] is None
-        ]
+        for i, (member, size) in enumerate(sizes.items()):
+            (attempt, nbytes), writing, trash, listed = replies[4 * i : 4 * i + 4]
+            if writing is not None or trash is not None:
+                continue
+            if _text(attempt or b"") != member.split(":")[1]:
+                # Not at once: a put may be between its publication and its books, and
+                # a read may still run.
+                await self._books.trash(member, self._grace_ms)
+            elif int(nbytes) != size:
+                await self._shrinker.mend(member)
+            elif not listed:
+                # Published while another server was forgetting what it had dropped of it.
+                await self._nodes.settle(*member.split(":"))
 
     async def _check_index(self) -> None:
         offset = 0
         while True:
             found = await self._redis.command("ZRANGE", keys.INDEX, offset, offset + _STEP - 1)
-            node_ids = [_text(node_id) for node_id in found]
+            places = [_text(place) for place in found]
+            node_ids = [place.rpartition(":")[2] for place in places]
             alive = await self._nodes.present(node_ids)
-            dead = [n for n, lives in zip(node_ids, alive, strict=True) if not lives]
-            for node_id in dead:
-                await self._books.forget(node_id)
+            dead = [p for p, lives in zip(places, alive, strict=True) if not lives]
+            for place in dead:
+                await self._books.forget(place.rpartition(":")[2])
+            if dead:  # with a place that the books do not know, too
+                await self._redis.command("ZREM", keys.INDEX, *dead)
             offset += len(node_ids) - len(dead)
             if len(node_ids) < _STEP:
                 return
 
+    async def _check_pins(self) -> None:
+        # Pins that were counted and never made, or taken back and not struck off.
+        offset = 0
+        while True:
+            found = await self._redis.command("ZRANGE", keys.PINS, offset, offset + _STEP - 1)
+            pins = [_text(name).split(":") for name in found]
+            commands = [("SISMEMBER", keys.pins(node_id), tenant) for tenant, node_id in pins]
+            there = await self._redis.commands(commands)
+            for (tenant, node_id), pinned in zip(pins, there, strict=True):
+                if not pinned:
+                    await self._books.unpin(tenant, node_id, PIN_MS)
+            offset += len(pins)
+            if len(pins) < _STEP:
+                return
+
     async def _settle(self, member: str) -> None:
         node_id, attempt = member.split(":")
-        found = await self._redis.command(
-            "HMGET", keys.manifest(node_id), "attempt", "bytes", "count", "cost", "hits"
-        )
-        if _text(found[0] or b"") != attempt:
+        if not await self._nodes.settle(node_id, attempt):
             await self._books.release(member)
-            return
-        nbytes, count, cost, hits = int(found[1]), int(found[2]), float(found[3]), int(found[4])
-        value = value_of(cost, hits, nbytes)
-        await self._books.publish(node_id, attempt, nbytes, count, value)
 
     async def _named(self, member: str) -> bool:
         node_id, attempt = member.split(":")
         found = await self._redis.command("HGET", keys.manifest(node_id), "attempt")
         return _text(found or b"") == attempt
 
-    async def _remove(self, member: str) -> None:
+    async def _remove(self, member: str) -> int:
         node_id, attempt = member.split(":")
         count = int(await self._redis.command("HGET", keys.COUNTS, member) or 0)
-        await self._nodes.unlink_segments(node_id, attempt, count)
-        await self._books.release(member)
+        await self._nodes.unlink_segments(node_id, attempt, range(count))
+        return await self._books.release(member)
 
     async def _due(self, name: str) -> list[str]:
         found = await self._redis.run(scripts.DUE, [name], [_STEP])
-        return [_text(member) for member in found]
+        return [_text(member) for member in found[::2]]
+
+
+def _sizes(found: dict[bytes, bytes] | list[bytes]) -> dict[str, int]:
+    flat = found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
+    return {_text(member): int(size) for member, size in flat.items()}
 
 
 def _text(value: bytes | str) -> str:

@@ -20,10 +20,63 @@ WRITING = "ckv:{books}:writing"
 """Sorted set: `node:attempt` of unpublished puts, by the end of their lease, ms."""
 TRASH = "ckv:{books}:trash"
 """Sorted set: `node:attempt` of replaced generations, by when to unlink them, ms."""
+CUTS = "ckv:{books}:cuts"
+"""Sorted set: `node:attempt:tier` of dropped tiers, by when to unlink them, ms."""
+CUT_BYTES = "ckv:{books}:cut-bytes"
+"""Hash: the same → payload bytes that the unlinking will free."""
 INDEX = "ckv:{books}:index"
-"""Sorted set: node ids by value, the least valuable first."""
+"""Sorted set: `used:node` by value, the least valuable first; see `of_tenant`."""
+TALL = "ckv:{books}:tall"
+"""Sorted set: those of INDEX that can still lose a tier."""
 USED = "ckv:{books}:used"
-"""Sorted set: node ids by last use, ms."""
+"""Hash: node id → its last use, µs, as it stands in INDEX."""
+AGE = "ckv:{books}:age"
+"""The value of the last node that was sacrificed."""
+OWNERS = "ckv:{books}:owners"
+"""Hash: `node:attempt` → the tenant that it counts against."""
+TENANTS = "ckv:{books}:tenants"
+"""Hash: node id → the tenant that it counts against."""
+OWNED_BYTES = "ckv:{books}:owned-bytes"
+"""Hash: tenant → sum of its SIZES."""
+OWNED_NODES = "ckv:{books}:owned-nodes"
+"""Hash: tenant → number of its attempts that are not TRASH."""
+PINS = "ckv:{books}:pins"
+"""Sorted set: `tenant:node`, by when it was pinned, ms."""
+OWNED_PINS = "ckv:{books}:owned-pins"
+"""Hash: tenant → number of its PINS."""
+COUNTED = "ckv:{books}:counted"
+"""Exists while the sums need no new count."""
+BOOKS = (
+    SIZES,
+    TOTAL,
+    WRITING,
+    COUNTS,
+    TRASH,
+    CUTS,
+    CUT_BYTES,
+    INDEX,
+    TALL,
+    USED,
+    AGE,
+    OWNERS,
+    TENANTS,
+    OWNED_BYTES,
+    OWNED_NODES,
+    PINS,
+    OWNED_PINS,
+    COUNTED,
+)
+"""All of them, in the order in which scripts name them."""
+
+
+def of_tenant(name: str, tenant: str) -> str:
+    """INDEX or TALL of one tenant's nodes; of everybody's for ""."""
+    return f"{name}:{tenant}" if tenant else name
+
+
+def cut(node_id: str, attempt: str, tier: int) -> str:
+    """Name of a dropped tier, by its index, in the books."""
+    return f"{node_id}:{attempt}:{tier}"
 
 
 def manifest(node_id: str) -> str:

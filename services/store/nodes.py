@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys, scripts
-from criticalkv.services.store.books import Books, value_of
+from criticalkv.services.store.books import Books, Worth
+from criticalkv.services.store.quotas import Quotas
 from criticalkv.services.store.redis_data import Argument, Call, RedisData
+from criticalkv.shared import failpoints
 from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.config import StoreConfig
@@ -45,20 +48,27 @@ class Nodes:
         self._node_ttl_ms = config.node_ttl_s * 1000
         self._record_ttl_ms = config.record_ttl_s * 1000
         self._grace_ms = int(config.read_deadline_s * 1000)
+        self._floor = config.shrink_floor
+        self._quotas = Quotas(config)
 
     async def publish(
         self,
         manifest: Manifest,
         commit: pb.PutCommit,
         lease_token: str,
+        tenant: str = "",
     ) -> pb.PutResult:
         """Make a node visible, unless an equal or better one is.
+
+        Args:
+            tenant: whom it counts against; it lives no longer than that one's quota says.
 
         Raises:
             LeaseLostError: if another holds the node's lease, or segments have expired.
             NodeMissingError: if neither the parent nor its token record is stored.
         """
-        node_id, ttl_ms = manifest.node_id, commit.ttl_ms or self._node_ttl_ms
+        node_id = manifest.node_id
+        ttl_ms = self._quotas.of(tenant).shortened(commit.ttl_ms or self._node_ttl_ms)
         if not await self._adopt(manifest):
             raise NodeMissingError.of(manifest.ancestors[-1], "the parent has been deleted")
         reply = await self._redis.run(
@@ -80,13 +90,13 @@ class Nodes:
                 commit.token_record,
                 commit.record_ttl_ms or self._record_ttl_ms,
                 manifest.tiers[-1],
-                *_fields(manifest, commit),
+                *_fields(manifest, commit, tenant),
             ],
         )
-        return await self._published(manifest, reply, ttl_ms)
+        return await self._published(manifest, reply, ttl_ms, tenant)
 
     async def _published(
-        self, manifest: Manifest, reply: list[bytes | int], ttl_ms: int
+        self, manifest: Manifest, reply: list[bytes | int], ttl_ms: int, tenant: str
     ) -> pb.PutResult:
         node_id, outcome = manifest.node_id, reply[0]
         if outcome == b"lease":
@@ -96,9 +106,15 @@ class Nodes:
         if outcome == b"present":
             await self.touch(node_id, ttl_ms)
             return pb.PutResult(published=False, generation=int(reply[1]))
+        await failpoints.passed("store.put.published")
         nbytes = manifest.tier_bytes()[-1]
-        value = value_of(cost_of(manifest), 0, nbytes)
-        await self._books.publish(node_id, manifest.attempt, nbytes, len(manifest.segments), value)
+        await self._books.publish(
+            keys.member(node_id, manifest.attempt),
+            len(manifest.segments),
+            Worth(cost_of(manifest), 0, nbytes),
+            tall=lower_tier(manifest.tiers, self._floor) is not None,
+            tenant=tenant,
+        )
         if reply[2] and reply[2] != manifest.attempt.encode():
             old = keys.member(node_id, _text(reply[2]))
             await self._books.trash(old, self._grace_ms)
@@ -118,7 +134,7 @@ class Nodes:
         if node is None:
             raise NodeMissingError.of(node_id, "not stored")
         generation, attempt, parts, cost, nbytes, hits = node
-        await self._books.use(node_id, value_of(float(cost), int(hits), int(nbytes)))
+        await self._books.use(node_id, Worth(float(cost), int(hits), int(nbytes)))
         return Opened(int(generation), attempt.decode(), parts)
 
     async def stat(self, node_ids: Sequence[str]) -> list[pb.NodeStat]:
@@ -138,6 +154,29 @@ class Nodes:
         )
         return [bool(reply) for reply in replies]
 
+    async def settle(self, node_id: str, attempt: str) -> bool:
+        """Book an attempt that was published, and whose server died before its books.
+
+        False if the manifest does not name it.
+        """
+        found = await self._redis.command(
+            "HMGET",
+            keys.manifest(node_id),
+            *("attempt", "bytes", "count", "cost", "hits", "stat", "tenant"),
+        )
+        if found[0] is None or _text(found[0]) != attempt:
+            return False
+        nbytes, count, cost, hits = int(found[1]), int(found[2]), float(found[3]), int(found[4])
+        tiers = tuple(pb.NodeStat.FromString(found[5]).tiers)
+        await self._books.publish(
+            keys.member(node_id, attempt),
+            count,
+            Worth(cost, hits, nbytes),
+            tall=lower_tier(tiers, self._floor) is not None,
+            tenant=_text(found[6] or b""),
+        )
+        return True
+
     async def names(self, node_id: str, attempt: str) -> bool:
         """Whether the node is stored and its manifest names this attempt."""
         found = await self._redis.command("HGET", keys.manifest(node_id), "attempt")
@@ -156,11 +195,16 @@ class Nodes:
         return [bytes(reply or b"") for reply in replies]
 
     async def touch(self, node_id: str, ttl_ms: int) -> bool:
-        """Extend a node and its ancestors; False if the node is not stored."""
-        ancestors = await self.ancestors(node_id)
+        """Extend a node and its ancestors, as far as its tenant's quota allows.
+
+        False if the node is not stored.
+        """
+        key = keys.manifest(node_id)
+        ancestors, tenant = await self._redis.command("HMGET", key, "ancestors", "tenant")
         if ancestors is None:
             return False
-        await self._extend(ancestors, ttl_ms + ANCESTOR_MARGIN_MS)
+        ttl_ms = self._quotas.of(_text(tenant or b"")).shortened(ttl_ms)
+        await self._extend(_text(ancestors).split(), ttl_ms + ANCESTOR_MARGIN_MS)
         return bool(await self._extend([node_id], ttl_ms))
 
     async def hold(self, member: str, ancestors: Sequence[str], lease_ms: int) -> None:
@@ -174,37 +218,57 @@ class Nodes:
         """End `hold`."""
         await self._redis.commands([("ZREM", keys.holds(a), member) for a in ancestors])
 
-    async def pin(self, tenant: str, node_id: str) -> int:
+    async def pin(self, tenant: str, node_id: str, *, limited: bool = True) -> int:
         """Keep a node and its ancestors; return the node's number of pins.
+
+        Args:
+            limited: whether the tenant's quota may refuse the pin.
 
         Raises:
             NodeMissingError: if the node is not stored.
+            QuotaExceededError: if the tenant has as many pins as it may have.
         """
+        quota = self._quotas.of(tenant)
+        if not await self._books.pin(tenant, node_id, quota.max_pins if limited else 0):
+            raise quota.exceeded("max_pins", f"a pin beyond {quota.max_pins}")
         ancestors = await self.ancestors(node_id)
-        pins = -1
-        if ancestors is not None:
-            calls = [
-                self._pin(1, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors
-            ]
-            await self._redis.run_many(calls)
-            own = self._pin(1, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
-            pins = int((await self._redis.run_many([own]))[0])
-            # It vanished between the steps: no pin of it will ever free its ancestors.
-            if pins < 0 and not await self._redis.command("SCARD", keys.pins(node_id)):
-                await self._unmark(node_id, ancestors)
+        pins = -1 if ancestors is None else await self._pin_all(tenant, node_id, ancestors)
         if pins < 0:
+            if not await self._redis.command("SISMEMBER", keys.pins(node_id), tenant):
+                await self._books.unpin(tenant, node_id)
             raise NodeMissingError.of(node_id, "not stored")
+        return pins
+
+    async def _pin_all(self, tenant: str, node_id: str, ancestors: Sequence[str]) -> int:
+        calls = [self._pin(1, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors]
+        await self._redis.run_many(calls)
+        own = self._pin(1, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
+        pins = int((await self._redis.run_many([own]))[0])
+        # It vanished between the steps: no pin of it will ever free its ancestors.
+        if pins < 0 and not await self._redis.command("SCARD", keys.pins(node_id)):
+            await self._unmark(node_id, ancestors)
         return pins
 
     async def unpin(self, tenant: str, node_id: str) -> int:
         """Take one tenant's pin back; return how many remain."""
-        own = self._pin(0, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant)
+        cap_ms = self._quotas.of(tenant).max_ttl_ms
+        own = self._pin(0, node_id, keys.pins(node_id), keys.pinned_below(node_id), tenant, cap_ms)
         pins = int((await self._redis.run_many([own]))[0])
+        await self._books.unpin(tenant, node_id)
         if pins == 0:
-            await self._unmark(node_id, await self._lineage(node_id))
+            await self._unmark(node_id, await self._lineage(node_id), cap_ms)
         return pins
 
-    async def drop(self, node_id: str, attempt: str = "", guard: str = "") -> tuple[str, int]:
+    async def drop(
+        self,
+        node_id: str,
+        attempt: str = "",
+        guard: str = "",
+        *,
+        generation: int = 0,
+        later: bool = False,
+        ages: bool = False,
+    ) -> tuple[str, int]:
         """Remove a node's KV, its manifest first.
 
         Args:
@@ -212,6 +276,9 @@ class Nodes:
             guard: "" nothing protects the node; "evict" pins, children and running
                 puts below it do; "unbind" pins, children and handles do, and the token
                 record goes as well.
+            generation: drop only if the manifest has it; 0 = any.
+            later: unlink the segments only after the longest read.
+            ages: it goes for its low value, so all that was used before is older now.
 
         Returns:
             ("dropped", bytes) or (why not, 0): absent, other, pinned, parent, held,
@@ -228,18 +295,47 @@ class Nodes:
                 keys.record(node_id),
                 keys.holds(node_id),
             ],
-            [attempt, guard],
+            [attempt, guard, generation],
         )
         outcome = _text(reply[0])
         if outcome == "parent" and await self.forget_dead_children(node_id, guard):
-            return await self.drop(node_id, attempt, guard)
+            return await self.drop(
+                node_id, attempt, guard, generation=generation, later=later, ages=ages
+            )
         if outcome == "absent":
             await self._books.forget(node_id)
         if outcome != "dropped":
             return outcome, 0
         _, gone, count, nbytes, parent = reply
-        await self._dispose(node_id, _text(gone), int(count), _text(parent))
+        member = keys.member(node_id, _text(gone))
+        if later:
+            await self._books.trash(member, self._grace_ms)
+        else:
+            await self.unlink_segments(node_id, _text(gone), range(int(count)))
+            await self._books.release(member)
+        await self._books.forget(node_id, sacrificed=ages)
+        if _text(parent):
+            await self._redis.command("ZREM", keys.children(_text(parent)), node_id)
         return outcome, int(nbytes)
+
+    async def spared(self, node_ids: Sequence[str]) -> list[str]:
+        """Why each node will neither shrink nor go now, for what a look can tell.
+
+        "" = nothing is known to speak against it; pinned; held; parent = its children
+        keep it from going, not from shrinking.
+        """
+        commands: list[Sequence[Argument]] = [
+            command
+            for node_id in node_ids
+            for command in (
+                ("SCARD", keys.pins(node_id)),
+                ("SCARD", keys.pinned_below(node_id)),
+                ("ZCARD", keys.holds(node_id)),
+                ("ZCARD", keys.children(node_id)),
+            )
+        ]
+        found = await self._redis.commands(commands)  # none for no nodes
+        return [_spared(*found[4 * i : 4 * i + 4]) for i in range(len(node_ids))]
 
     async def delete_unreferenced(self, node_id: str) -> list[str]:
         """Remove a node and its record if nothing refers to it, then its ancestors.
@@ -279,13 +375,11 @@ class Nodes:
             went = await self._delete(candidate, above, gone, betters)
         return betters
 
-    async def unlink_segments(self, node_id: str, attempt: str, count: int) -> None:
-        """Free an attempt's segments, in steps of at most 64 MiB."""
-        for begin in range(0, count, UNLINK_STEP):
-            names = [
-                keys.segment(node_id, attempt, i)
-                for i in range(begin, min(begin + UNLINK_STEP, count))
-            ]
+    async def unlink_segments(self, node_id: str, attempt: str, indexes: Sequence[int]) -> None:
+        """Free segments of an attempt, in steps of at most 64 MiB."""
+        for begin in range(0, len(indexes), UNLINK_STEP):
+            step = indexes[begin : begin + UNLINK_STEP]
+            names = [keys.segment(node_id, attempt, i) for i in step]
             await self._redis.command("UNLINK", *names)
 
     async def ancestors(self, node_id: str) -> list[str] | None:
@@ -318,8 +412,10 @@ class Nodes:
             betters += [better.decode() for better in found]
         return went
 
-    async def _unmark(self, node_id: str, ancestors: Sequence[str]) -> None:
-        calls = [self._pin(0, a, keys.pinned_below(a), keys.pins(a), node_id) for a in ancestors]
+    async def _unmark(self, node_id: str, ancestors: Sequence[str], cap_ms: int = 0) -> None:
+        calls = [
+            self._pin(0, a, keys.pinned_below(a), keys.pins(a), node_id, cap_ms) for a in ancestors
+        ]
         await self._redis.run_many(calls)
 
     async def _lineage(self, node_id: str) -> list[str]:
@@ -333,13 +429,6 @@ class Nodes:
         except CorruptNodeError:
             return []
         return list(record.ancestors)
-
-    async def _dispose(self, node_id: str, attempt: str, count: int, parent: str) -> None:
-        await self.unlink_segments(node_id, attempt, count)
-        await self._books.release(keys.member(node_id, attempt))
-        await self._books.forget(node_id)
-        if parent:
-            await self._redis.command("ZREM", keys.children(parent), node_id)
 
     async def forget_dead_children(self, node_id: str, guard: str = "unbind") -> bool:
         """Strike children off that are gone; with "unbind" those with a handle stay."""
@@ -378,7 +467,9 @@ class Nodes:
         ]
         return sum(await self._redis.run_many(calls)) if calls else 0
 
-    def _pin(self, on: int, node_id: str, changed: str, other: str, member: str) -> Call:
+    def _pin(
+        self, on: int, node_id: str, changed: str, other: str, member: str, cap_ms: int = 0
+    ) -> Call:
         return (
             scripts.PIN,
             [
@@ -396,8 +487,16 @@ class Nodes:
                 self._node_ttl_ms,
                 self._grace_ms,
                 self._record_ttl_ms,
+                cap_ms,
             ],
         )
+
+
+def lower_tier(tiers: Sequence[str], floor: str) -> str | None:
+    """Return the tier that a node shrinks to next; None if that would be below `floor`."""
+    if len(tiers) < 2 or Decimal(tiers[-2]) < Decimal(floor):
+        return None
+    return tiers[-2]
 
 
 def cost_of(manifest: Manifest) -> float:
@@ -420,16 +519,27 @@ def split_parts(data: bytes) -> list[bytes]:
     return parts
 
 
-def _fields(manifest: Manifest, commit: pb.PutCommit) -> list[Argument]:
+def fields_of(manifest: Manifest, parts: Sequence[bytes]) -> list[Argument]:
+    """Return the field-value pairs of a manifest that change when its node shrinks."""
     return [
-        "attempt",
-        manifest.attempt,
         "parts",
-        join_parts(commit.manifest_parts),
+        join_parts(parts),
         "stat",
         _describe(manifest).SerializeToString(),
         "bytes",
         manifest.tier_bytes()[-1],
+    ]
+
+
+def _fields(manifest: Manifest, commit: pb.PutCommit, tenant: str) -> list[Argument]:
+    return [
+        *fields_of(manifest, commit.manifest_parts),
+        "attempt",
+        manifest.attempt,
+        "tenant",
+        tenant,
+        "probe",
+        min(range(len(manifest.segments)), key=lambda i: manifest.segments[i].tier, default=0),
         "cost",
         repr(cost_of(manifest)),
         "ancestors",
@@ -454,6 +564,14 @@ def _describe(manifest: Manifest) -> pb.NodeStat:
         view=manifest.identity.view,
         policy=manifest.identity.policy,
     )
+
+
+def _spared(pins: int, pinned_below: int, holds: int, children: int) -> str:
+    if pins + pinned_below:
+        return "pinned"
+    if holds:  # perhaps of a put that has ended; then the step itself finds out
+        return "held"
+    return "parent" if children else ""
 
 
 def _stat(node_id: str, fields: list[bytes | None], ttl_ms: int, pins: int) -> pb.NodeStat:

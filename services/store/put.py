@@ -19,9 +19,15 @@ from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.redis_data import RedisData
 from criticalkv.services.store.segments import Segments
 from criticalkv.services.store.tasks import Background, repeat
+from criticalkv.shared import failpoints
 from criticalkv.shared.cache.manifest import MAX_SEGMENT_BYTES, MAX_SEGMENTS, Manifest
 from criticalkv.shared.config import StoreConfig
-from criticalkv.shared.errors import CancelledError, CriticalKVError, InvalidRequestError
+from criticalkv.shared.errors import (
+    CancelledError,
+    CriticalKVError,
+    InvalidRequestError,
+    NodeTooLargeError,
+)
 from criticalkv.shared.frames import FrameError, decode_put, segment_head
 
 log = logging.getLogger(__name__)
@@ -58,6 +64,7 @@ class Writer:
         Raises:
             InvalidRequestError: for frames out of order or a manifest that does not fit.
             StoreFullError: if the node does not fit.
+            QuotaExceededError: if it does not fit its tenant's quota.
             LeaseLostError: if the lease was lost.
             NodeMissingError: if the parent was deleted meanwhile.
             CancelledError: if the stream ended without a commit.
@@ -95,7 +102,9 @@ class _Attempt:
 
     async def receive(self, frames: AsyncIterator[bytes]) -> pb.PutCommit:
         """Take in all segments; return the commit frame once they are in Redis."""
+        await failpoints.passed("store.put.begin")
         await self._hold_ancestors()  # before anything is evicted for this put
+        await self._writer.evictor.admit(self._member, self._begin.tenant)
         if self._begin.expected_bytes:
             await self._reserve(self._begin.expected_bytes)
         async for data in frames:
@@ -116,7 +125,10 @@ class _Attempt:
             manifest = await asyncio.to_thread(checks.check_commit, self._begin, commit)
             self._check_segments(manifest, commit)
             await self._renew_once()
-            result = await self._writer.nodes.publish(manifest, commit, self._begin.lease_token)
+            await failpoints.passed("store.put.commit")
+            result = await self._writer.nodes.publish(
+                manifest, commit, self._begin.lease_token, self._begin.tenant
+            )
             published = result.published
         finally:
             if published:
@@ -142,7 +154,7 @@ class _Attempt:
         try:
             if await nodes.names(node_id, self._begin.attempt):
                 return
-            await nodes.unlink_segments(node_id, self._begin.attempt, self._written)
+            await nodes.unlink_segments(node_id, self._begin.attempt, range(self._written))
             await self._writer.books.release(self._member)
         except CriticalKVError as error:
             # The caller gets the error that came first; the leases expire by themselves.
@@ -161,7 +173,7 @@ class _Attempt:
             )
         self._total += len(payload)
         if self._total > self._writer.max_node_bytes:
-            raise InvalidRequestError(
+            raise NodeTooLargeError(
                 f"the node exceeds store.max_node_mb ({self._writer.max_node_bytes} bytes)",
                 param="payload",
             )
@@ -196,7 +208,7 @@ class _Attempt:
         await self._drain_running()
 
     async def _reserve(self, nbytes: int) -> None:
-        await self._writer.evictor.reserve(self._member, nbytes)
+        await self._writer.evictor.reserve(self._member, nbytes, self._begin.tenant)
         self._reserved += nbytes
 
     def _check_segments(self, manifest: Manifest, commit: pb.PutCommit) -> None:
@@ -237,6 +249,8 @@ async def _begin(frames: AsyncIterator[bytes]) -> pb.PutBegin:
             raise InvalidRequestError("the first frame must be begin", param="kind")
         checks.node_id(frame.begin.node_id)
         checks.attempt(frame.begin.attempt)
+        if frame.begin.tenant:
+            checks.tenant(frame.begin.tenant)
         checks.node_ids(list(frame.begin.ancestors), "ancestors", checks.MAX_ANCESTORS)
         return frame.begin
     raise CancelledError("the stream ended before its first frame")

@@ -1,100 +1,108 @@
 """Redis as the store's metadata sees it: commands, scripts, and typed errors.
 
-Payloads do not pass here; see `resp`.
+Payloads do not pass here; see `resp` and `topology`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
-import redis.asyncio as redis_asyncio
 from redis import exceptions as redis_exceptions
+from redis.asyncio.sentinel import MasterNotFoundError
 
+from criticalkv.services.store.guarded import guarded
+from criticalkv.services.store.redis_clients import Argument as Argument
+from criticalkv.services.store.redis_clients import Command, client_of
+from criticalkv.shared import failpoints
+from criticalkv.shared.breaker import Breaker
 from criticalkv.shared.errors import ConfigError, StoreFullError, StoreUnavailableError
-from criticalkv.shared.loopback import is_loopback
-from criticalkv.shared.resp import Location
+from criticalkv.shared.redis_location import PARAM, Deployment
+from criticalkv.shared.resp import (
+    FAILOVER_S,
+    RETRY_AFTER_S,
+    Moving,
+    TimedOut,
+    Unreachable,
+    backoff,
+    busy,
+    tls_context,
+)
 
 log = logging.getLogger(__name__)
 
 exceptions: Any = redis_exceptions  # older stubs lack some of its names
-Argument = str | bytes | int | float
 Call = tuple[str, Sequence[str], Sequence[Argument]]
 """A script, its keys and its arguments."""
+_T = TypeVar("_T")
+_MOVING = (
+    exceptions.ReadOnlyError,
+    exceptions.BusyLoadingError,
+    exceptions.MasterDownError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    MasterNotFoundError,
+)
 
 
 class RedisData:
-    """An asyncio connection pool to Redis that runs commands and scripts."""
+    """An asyncio client of one Redis, of any kind, that runs commands and scripts."""
 
-    def __init__(self, url: str, timeout_s: float, max_connections: int = 32) -> None:
-        """Prepare the pool; nothing connects yet.
+    def __init__(
+        self,
+        deployment: Deployment,
+        timeout_s: float,
+        max_connections: int = 32,
+        breaker: Breaker | None = None,
+        on_moving: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare it; nothing connects yet.
 
         Args:
-            url: redis://, rediss:// or unix:// URL.
-            timeout_s: limit of each socket operation and of waiting for a connection.
+            timeout_s: limit of one try of a command, and of waiting for a connection.
+            max_connections: commands that run at once; more wait.
+            breaker: shared by all who use this Redis.
+            on_moving: called when the server turns out to be none just now.
         """
-        pool: Any = redis_asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-        )
-        self._client: Any = redis_asyncio.Redis(connection_pool=pool)
-        self._pool: Any = pool
+        self._client = client_of(deployment, timeout_s)
+        self._timeout_s = timeout_s
+        self._turns = asyncio.Semaphore(max_connections)
+        self._breaker = breaker or Breaker("Redis")
+        self._on_moving = on_moving
+        self._warned = False
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
-        await self._pool.disconnect()
+        await self._client.close()
 
     async def command(self, *words: Argument) -> Any:
         """Run one command.
 
         Raises:
-            StoreUnavailableError: if Redis does not answer.
+            StoreUnavailableError: if Redis does not answer, or refuses.
             StoreFullError: if it is out of memory.
         """
-        with _typed_errors():
-            return await self._client.execute_command(*words)
+        return (await self.commands([words]))[0]
 
-    async def commands(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+    async def commands(self, commands: Sequence[Command]) -> list[Any]:
         """Run commands in one round trip, without a transaction. Raises as `command`."""
         if not commands:
             return []
-        with _typed_errors():
-            pipe = self._client.pipeline(transaction=False)
-            for words in commands:
-                pipe.execute_command(*words)
-            out: list[Any] = await pipe.execute()
-        return out
+        return _results(await self._try(lambda: self._pipeline(commands)))
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run one script. Raises as `command`."""
-        words = ("EVALSHA", _sha(script), len(keys), *keys, *args)
-        with _typed_errors():
-            try:
-                return await self._client.execute_command(*words)
-            except exceptions.NoScriptError:
-                await self._client.execute_command("SCRIPT LOAD", script)
-                return await self._client.execute_command(*words)
+        return (await self.run_many([(script, keys, args)]))[0]
 
     async def run_many(self, calls: Sequence[Call]) -> list[Any]:
         """Run several scripts in one round trip. Raises as `command`."""
-        with _typed_errors():
-            for script in {script for script, _, _ in calls}:
-                await self._load(script)
-        return await self.commands(
-            [("EVALSHA", _sha(script), len(keys), *keys, *args) for script, keys, args in calls]
-        )
-
-    async def _load(self, script: str) -> None:
-        known = await self._client.execute_command("SCRIPT EXISTS", _sha(script))
-        if not known[0]:
-            await self._client.execute_command("SCRIPT LOAD", script)
+        if not calls:
+            return []
+        return _results(await self._try(lambda: self._scripts(calls)))
 
     async def check(self, embedded: bool) -> None:
         """Refuse a Redis that would evict keys by itself.
@@ -103,48 +111,154 @@ class RedisData:
             ConfigError: if its maxmemory-policy is not `noeviction`.
             StoreUnavailableError: if it does not answer.
         """
-        await self.command("PING")
-        try:
-            info = await self.command("INFO", "memory")
-        except StoreUnavailableError as error:
-            log.warning("cannot read Redis's maxmemory-policy (%s); it must be noeviction", error)
-            return
-        policy = str(info.get("maxmemory_policy", "noeviction"))
+        await self._try(lambda: self._client.everywhere("PING"))
+        policy = await self.eviction_policy()
         if policy != "noeviction" and not embedded:
             raise ConfigError(
                 f"Redis has maxmemory-policy {policy}; set it to noeviction, the store evicts "
                 "whole nodes itself",
-                param="store.redis_url",
+                param=PARAM,
             )
 
+    async def eviction_policy(self) -> str:
+        """Return Redis's maxmemory-policy; of a cluster, one that is not noeviction.
 
-def check_url(url: str) -> Location:
+        Raises:
+            StoreUnavailableError: if it does not answer.
+        """
+        try:
+            infos = await self._try(lambda: self._client.everywhere("INFO", "memory"))
+        except (Unreachable, Moving):
+            raise
+        except StoreUnavailableError as error:
+            if not self._warned:
+                log.warning("cannot read Redis's maxmemory-policy (%s): noeviction?", error)
+            self._warned = True
+            return "noeviction"
+        policies = {str(info.get("maxmemory_policy", "noeviction")) for info in infos}
+        return min(policies - {"noeviction"}, default="noeviction")
+
+    async def _scripts(self, calls: Sequence[Call]) -> list[Any]:
+        words = [("EVALSHA", _sha(s), len(keys), *keys, *args) for s, keys, args in calls]
+        out = await self._pipeline(words)
+        # Known scripts vanish when a Redis restarts or another one takes over.
+        unknown = [i for i, got in enumerate(out) if isinstance(got, exceptions.NoScriptError)]
+        for script in {calls[i][0] for i in unknown}:
+            await self._client.everywhere("SCRIPT LOAD", script)
+        if unknown:
+            again = await self._pipeline([words[i] for i in unknown])
+            for i, got in zip(unknown, again, strict=True):
+                out[i] = got
+        return out
+
+    async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        """Return the replies, errors among them; raise one after which all is to be retried."""
+        out = await self._client.pipeline(commands)
+        for got in out:
+            if isinstance(got, _MOVING):
+                raise got
+        return out
+
+    async def _try(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Run a call that may be repeated, in its turn and within its time."""
+        await failpoints.passed("store.redis")
+        self._breaker.begin(self._timeout_s).close()  # no queueing while it is open
+        async with self._turn():
+            with guarded(self._breaker, self._timeout_s):
+                return await self._repeat(call)
+
+    async def _repeat(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Run a call; once more if an old connection turns out to have died.
+
+        And for FAILOVER_S while the server is being replaced.
+        """
+        pauses, again = backoff(FAILOVER_S), False
+        while True:
+            try:
+                return await self._once(call)
+            except Moving:
+                if (pause := next(pauses, None)) is None:
+                    raise
+                await asyncio.sleep(pause)
+            except Unreachable as error:
+                if again or isinstance(error, TimedOut):
+                    raise
+                again = True
+
+    async def _once(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        try:
+            with _typed_errors():
+                async with asyncio.timeout(self._timeout_s):
+                    return await call()
+        except (Moving, Unreachable) as error:
+            await self._client.forget()  # idle connections lead to the same server
+            if isinstance(error, Moving):
+                self._on_moving()
+            raise
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise busy() from None
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+
+def check_url(url: str, ca: str = "") -> Deployment:
     """Parse a Redis URL and refuse one that would send payloads in the clear.
+
+    Args:
+        ca: certificate authority of rediss://, PEM file.
 
     Raises:
         ConfigError: if the URL is malformed, or names another machine without both
-            TLS (rediss://) and a password.
+            TLS (rediss://) and a password; or if `ca` is no certificate.
     """
-    location = Location.parse(url)
-    if location.path or is_loopback(location.host):
-        return location
-    if not (location.tls and location.password):
-        raise ConfigError(
-            "store.redis_url names another machine: it needs rediss:// (TLS) and a password",
-            param="store.redis_url",
-        )
-    return location
+    deployment = Deployment.parse(url, ca).check()
+    if deployment.server.tls:
+        try:
+            tls_context(ca)
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise ConfigError(f"store.redis_ca: {why}", param="store.redis_ca") from error
+    return deployment
+
+
+def _results(replies: list[Any]) -> list[Any]:
+    for reply in replies:
+        if isinstance(reply, Exception):
+            with _typed_errors():
+                raise reply
+    return replies
 
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
+    # The type only: messages may repeat arguments.
     try:
         yield
     except exceptions.OutOfMemoryError as error:
-        raise StoreFullError("Redis is out of memory", retry_after_s=1.0) from error
+        raise StoreFullError("Redis is out of memory", retry_after_s=RETRY_AFTER_S) from error
+    except (exceptions.TimeoutError, TimeoutError) as error:
+        raise TimedOut("Redis does not answer in time", retry_after_s=RETRY_AFTER_S) from error
     except (exceptions.RedisError, OSError) as error:
-        # The type only: messages may repeat arguments.
-        raise StoreUnavailableError(f"Redis failed: {type(error).__name__}") from error
+        raise _kind(error)(
+            f"Redis failed: {type(error).__name__}", retry_after_s=RETRY_AFTER_S
+        ) from error
+
+
+def _kind(error: Exception) -> type[StoreUnavailableError]:
+    # redis-py's Sentinel client turns a demotion into a lost connection.
+    if isinstance(error.__context__, exceptions.ReadOnlyError) or isinstance(error, _MOVING):
+        return Moving
+    if isinstance(error, exceptions.AuthenticationError | exceptions.ResponseError):
+        return StoreUnavailableError
+    return Unreachable
 
 
 def _sha(script: str) -> str:

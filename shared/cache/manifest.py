@@ -48,13 +48,17 @@ class Segment(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layer: int = Field(ge=0, lt=MAX_LAYERS)
-    tier: int = Field(ge=0, lt=MAX_TIERS, description="index into Manifest.tiers")
+    tier: int = Field(ge=0, lt=MAX_TIERS, description="index into Manifest.tiers, or dropped")
     rows: int = Field(gt=0)
     checksum: int = Field(ge=0, lt=1 << 64)
 
 
 class Manifest(BaseModel):
-    """A node as the store publishes it. Immutable; a better one has a new generation."""
+    """A node as the store publishes it. Immutable; a better one has a new generation.
+
+    A node that was shrunk keeps the places of all its segments, since their keys count
+    them; those of dropped tiers are read by nobody and may be gone.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,6 +74,7 @@ class Manifest(BaseModel):
     num_kv_heads: int = Field(ge=1, le=MAX_KV_HEADS)
     head_dim: int = Field(ge=1, le=MAX_HEAD_DIM)
     tiers: tuple[str, ...] = Field(min_length=1, max_length=MAX_TIERS)
+    dropped_tiers: int = Field(default=0, ge=0, lt=MAX_TIERS, description="cut off at the top")
     nested: bool = True
     prefill_ms: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
     tier_lens: tuple[tuple[tuple[int, ...], ...], ...]
@@ -109,15 +114,18 @@ class Manifest(BaseModel):
         return self
 
     def _check_rows(self) -> None:
-        rows = np.zeros((self.num_layers, len(self.tiers)), dtype=np.int64)
+        given = len(self.tiers) + self.dropped_tiers
+        if given > MAX_TIERS:
+            raise ValueError(f"more than {MAX_TIERS} tiers, the dropped ones included")
+        rows = np.zeros((self.num_layers, given), dtype=np.int64)
         for segment in self.segments:
-            if segment.layer >= self.num_layers or segment.tier >= len(self.tiers):
+            if segment.layer >= self.num_layers or segment.tier >= given:
                 raise ValueError("a segment names a layer or tier that does not exist")
             if segment.rows * self.entry_bytes > max(MAX_SEGMENT_BYTES, self.entry_bytes):
                 raise ValueError("a segment is larger than its limit")
             rows[segment.layer, segment.tier] += segment.rows
         expected = np.diff(self.lens.sum(axis=2), axis=0, prepend=0).T
-        if not (rows == expected).all():
+        if not (rows[:, : len(self.tiers)] == expected).all():
             raise ValueError("segment rows do not add up to the tier table")
 
     def __eq__(self, other: object) -> bool:
@@ -168,6 +176,22 @@ class Manifest(BaseModel):
         """KV entries of the untouched cache of these tokens."""
         return self.num_tokens * self.num_layers * self.num_kv_heads
 
+    def segments_of(self, tier: int) -> list[int]:
+        """Indexes of the segments of one tier, given by its index; it may be a dropped one."""
+        return [i for i, segment in enumerate(self.segments) if segment.tier == tier]
+
+    def added_bytes(self, tier: int) -> int:
+        """Bytes that one tier, given by its index, adds to those below it."""
+        return sum(s.rows for s in self.segments if s.tier == tier) * self.entry_bytes
+
+    def shrunk_to(self, tier: str) -> Manifest:
+        """Return the manifest of the same node without the tiers above `tier`."""
+        kept = self.tier_index(tier) + 1
+        fields = {name: getattr(self, name) for name in Manifest.model_fields}
+        fields["tiers"], fields["tier_lens"] = self.tiers[:kept], self.tier_lens[:kept]
+        fields["dropped_tiers"] = self.dropped_tiers + len(self.tiers) - kept
+        return Manifest(**fields)
+
     def read_order(self, tier: str, layers: range) -> list[int]:
         """Indexes of the segments of a read: by layer, then tier, then piece."""
         top = self.tier_index(tier)
@@ -196,6 +220,8 @@ def verify_segment(manifest: Manifest, index: int, payload: bytes | bytearray | 
 def encode_manifest(manifest: Manifest) -> list[bytes]:
     """Return the parts of a manifest, each ≤ 64 KiB."""
     header = manifest.model_dump(exclude={"tier_lens", "segments"})
+    if not manifest.dropped_tiers:  # readers of an older version know no such field
+        del header["dropped_tiers"]
     header["segments"] = len(manifest.segments)
     segments = np.array(
         [(s.layer, s.tier, s.rows, s.checksum) for s in manifest.segments], dtype=_SEGMENT

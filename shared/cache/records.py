@@ -52,7 +52,7 @@ class TokenRecord(BaseModel):
             if not isinstance(ids, bytes) or len(ids) % 4:
                 raise ValueError("token ids are not int32")
             record = cls(token_ids=tuple(np.frombuffer(ids, "<i4").tolist()), **fields)
-            if tokens_digest(record.token_ids) != record.identity.tokens:
+            if tokens_digest(record.token_ids, record.pending_ids) != record.identity.tokens:
                 raise ValueError("token ids do not match the identity")
         except (
             ValueError,

@@ -226,6 +226,8 @@ class Policy(BaseModel):
         Raises:
             PolicyError: naming the part that does not fit.
         """
+        if not text.isascii():
+            raise PolicyError("policy has a character that is not ASCII", param="policy")
         head, _, tail = text.partition(":")
         aliased, _, defaults = ALIASES.get(head, head).partition(":")
         parts = aliased.split("+")

@@ -26,6 +26,8 @@ SERVICE_MAY_IMPORT = {
     "evaluation": {"evaluation", "local"},
     # Benchmarks time the engines and the store themselves, side by side with others.
     "bench": {"bench", "decode", "evaluation", "local", "prefill", "store"},
+    # Chaos starts and kills the store and its Valkey, and reports as benchmarks do.
+    "chaos": {"bench", "chaos", "evaluation", "store"},
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from torch import Tensor
 from criticalkv.services.decode import engine as decode_engine
 from criticalkv.services.decode import opening
 from criticalkv.services.decode.sequence import Sequence
+from criticalkv.services.evaluation import oracle
 from criticalkv.services.local import LocalEngine, LocalNode, LocalTurn
 from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.config import EvictionConfig
 from criticalkv.shared.eviction.profile import save_profile
-from criticalkv.shared.model.attention import IMPLEMENTATION
 from criticalkv.shared.model.loader import LoadedModel
 
 TOLERANCE = 1e-3
@@ -161,40 +162,11 @@ class Conversation:
 
     def oracle(self) -> Tensor:
         """Logits [len(tokens), vocab] of the untouched model under the mask."""
-        model, hooks = self.model.model, []
-        for index, layer in enumerate(model.model.layers):
-            mask = self.mask(index)
-            hooks.append(
-                layer.self_attn.register_forward_pre_hook(
-                    lambda _m, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
-                    with_kwargs=True,
-                )
-            )
-        model.set_attn_implementation("eager")
-        try:
-            with torch.inference_mode():
-                logits: Tensor = model(torch.tensor([self.tokens]), use_cache=False).logits[0]
-        finally:
-            model.set_attn_implementation(IMPLEMENTATION)
-            for hook in hooks:
-                hook.remove()
-        return logits
-
-    def mask(self, layer: int) -> Tensor:
-        """Additive mask [1, num_q_heads, n, n] of one layer."""
-        spec, n = self.model.spec, len(self.tokens)
-        index = torch.arange(n)
-        visible = (index[None, :] <= index[:, None]).expand(spec.num_kv_heads, n, n).clone()
-        window = spec.sliding_windows[layer]
-        if window:
-            visible &= index[None, :] > index[:, None] - window
-        for row, view in zip(self.blocks, self.views, strict=True):
-            for column, tier in zip(self.blocks, view, strict=False):
-                visible[:, row.start : row.end, column.start : column.end] &= self.kept(
-                    column, tier, layer
-                )[:, None, :]
-        out = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
-        return out.repeat_interleave(spec.group_size, 0)[None]
+        blocks = [
+            oracle.Block(block.start, block.end, view, partial(self.kept, block))
+            for block, view in zip(self.blocks, self.views, strict=True)
+        ]
+        return oracle.logits(self.model.model, self.model.spec, self.tokens, blocks)
 
     def kept(self, block: Block, tier: str, layer: int) -> Tensor:
         """Which tokens of a block each head kept at a tier: bool [num_kv_heads, n]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from openai import APIStatusError, OpenAI
@@ -243,3 +245,23 @@ def run_example(code: str, folder: Path) -> str:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
+
+
+def test_when_it_stops_no_stream_ends_in_silence(service: Running) -> None:
+    """The last one here: it stops the service."""
+    context = service.register(DOCUMENT)
+    body = {
+        "model": service.model,
+        "messages": [{"role": "user", "content": "Write a long story about it."}],
+        "max_tokens": 3000,
+        "stream": True,
+        "criticalkv": {"context_id": context["id"], "read_tier": 0.4},
+    }
+    url = f"{service.client.base_url}chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as response:
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        for _ in range(5):
+            assert "error" not in json.loads(next(lines))
+        service.process.send_signal(signal.SIGTERM)
+        *_, last = lines
+    assert last == "[DONE]" or json.loads(last)["error"]["code"] == "cancelled"

@@ -15,6 +15,7 @@ import redis
 import torch
 import uvicorn
 from openai import OpenAI
+from valkey_servers import admin_of
 
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.services.gateway.app import build_app
@@ -174,8 +175,7 @@ def service(tiny_model: Factory, store_process: StoreProcess) -> Iterator[Servic
 
 @pytest.fixture(scope="session")
 def raw_valkey(store_process: StoreProcess) -> Iterator[redis.Redis]:
-    socket = f"{store_process.config.data_dir}/valkey.sock"
-    with redis.Redis(unix_socket_path=socket) as client:
+    with admin_of(store_process.config.data_dir) as client:
         yield client
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from valkey_servers import user_of
 
 from criticalkv.shared.errors import StoreUnavailableError
 from criticalkv.shared.resp import DataConnection, DataPool, Location
@@ -14,7 +15,7 @@ from criticalkv.shared.resp import DataConnection, DataPool, Location
 
 @pytest.fixture
 def location(store_process):
-    return Location(path=f"{store_process.config.data_dir}/valkey.sock")
+    return user_of(store_process.config.data_dir)
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ import pytest
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import server
-from criticalkv.shared import errors, store_client
-from criticalkv.shared.store_client import OPTIONS, SERVICE, StoreClient, typed_error
+from criticalkv.shared import errors, node_writer
+from criticalkv.shared.breaker import FAILURES, CircuitOpenError
+from criticalkv.shared.store_channel import OPTIONS, SERVICE, typed_error
+from criticalkv.shared.store_client import StoreClient
 
 
 def test_channel_is_made_at_the_first_call(store_process):
@@ -74,6 +76,66 @@ def test_black_hole_ends_at_the_deadline():
             with pytest.raises((errors.DeadlineError, errors.StoreUnavailableError)):
                 client.open_get("0" * 64, timeout_s=0.5)
             assert time.monotonic() - began < 3
+
+
+@pytest.fixture
+def hole():
+    """A client of a server that accepts connections and never answers."""
+    with socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen()
+        with StoreClient(f"127.0.0.1:{hole.getsockname()[1]}", timeout_s=0.3) as client:
+            yield client
+
+
+SILENCE = (errors.DeadlineError, errors.StoreUnavailableError)
+CALLS = {
+    "unary": lambda client: client.stat(["0" * 64]),
+    "once": lambda client: client.acquire_lease("0" * 64, 1),
+    "get": lambda client: client.open_get("0" * 64, timeout_s=0.3),
+    "put": lambda client: empty_put(client),
+}
+
+
+def empty_put(client):
+    with client.open_put("0" * 64, "a" * 16, timeout_s=0.3) as writer:
+        send_for_ever(writer)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_second_caller_of_a_black_hole_fails_at_once(hole, kind):
+    for _ in range(FAILURES):
+        with pytest.raises(SILENCE):
+            CALLS[kind](hole)
+    for call in CALLS.values():
+        began = time.monotonic()
+        with pytest.raises(CircuitOpenError) as caught:
+            call(hole)
+        assert time.monotonic() - began < 0.2
+        assert caught.value.retry_after_s > 0
+
+
+def test_a_store_that_came_back_is_found_by_a_probe(hostile, client):
+    hostile.answers["AcquireLease"] = fail(grpc.StatusCode.UNAVAILABLE, times=FAILURES)
+    for _ in range(FAILURES):
+        with pytest.raises(errors.StoreUnavailableError):
+            client.acquire_lease("0" * 64, 1)
+    with pytest.raises(CircuitOpenError):
+        client.acquire_lease("0" * 64, 1)
+    assert len(hostile.calls) == FAILURES
+    client._breaker._probe_at = 0.0  # a pause later
+    client.acquire_lease("0" * 64, 1)
+    client.acquire_lease("0" * 64, 1)
+
+
+def test_health_is_asked_past_an_open_breaker(store_process):
+    with store_process.client() as client:
+        for _ in range(FAILURES):
+            client._breaker.begin(5.0).failed(errors.StoreUnavailableError("silent"))
+        with pytest.raises(CircuitOpenError):
+            client.stat(["0" * 64])
+        assert client.healthy()
+        client.stat(["0" * 64])
 
 
 class Hostile:
@@ -197,6 +259,21 @@ def test_hostile_reads_are_corrupt_and_dropped(hostile, client, frames):
     assert hostile.calls == ["GetNode", "DeleteNode"]
 
 
+@pytest.mark.parametrize(
+    ("text", "kind", "names"),
+    [
+        ("Received message larger than max (9 vs. 8)", errors.InvalidRequestError, "bytes"),
+        ("Concurrent RPC limit exceeded!", errors.OverloadedError, "store.max_concurrent_rpcs"),
+    ],
+)
+def test_limits_of_the_transport_are_named(hostile, client, text, kind, names):
+    hostile.answers["Touch"] = lambda _, context: context.abort(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, text
+    )
+    with pytest.raises(kind, match=names):
+        client.touch("0" * 64, 1)
+
+
 def test_writer_blocks_when_the_server_does_not_read(hostile, client):
     release = threading.Event()
 
@@ -309,7 +386,7 @@ def stop_after(seconds):
 
 @pytest.mark.parametrize("reads", [False, True], ids=["queue full", "result pending"])
 def test_waiting_writer_is_stopped_by_its_check(hostile, client, monkeypatch, reads):
-    monkeypatch.setattr(store_client, "encode_manifest", lambda _: [b"manifest"])
+    monkeypatch.setattr(node_writer, "encode_manifest", lambda _: [b"manifest"])
     record = SimpleNamespace(encode=lambda: b"record")
     ended = threading.Event()
 

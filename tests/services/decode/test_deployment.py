@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from criticalkv.services.decode.deployment import Decode
-from criticalkv.shared.errors import CriticalKVError, NodeMissingError
+from criticalkv.shared.errors import CriticalKVError, DeadlineError, NodeMissingError
 from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart, Sampling
 
 
@@ -76,3 +76,11 @@ async def test_leaving_the_stream_cancels_the_turn() -> None:
     told, engine = await generate([start(0), end(0), start(1)], branches=1, most=2)
     assert told == [start(0), end(0)]
     assert engine.sequence.cancelled.is_set()
+
+
+async def test_an_engine_that_says_nothing_is_given_up_with_our_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("criticalkv.services.decode.deployment.MARGIN_S", -0.9)
+    with pytest.raises(DeadlineError):
+        await generate([start(0)], branches=0)

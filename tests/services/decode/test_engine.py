@@ -25,6 +25,7 @@ from criticalkv.shared.errors import (
     NodeMissingError,
     NumericsError,
     OverloadedError,
+    WorkerLostError,
 )
 from criticalkv.shared.identity import tenant_salt
 from criticalkv.shared.model.loader import LoadedModel
@@ -383,7 +384,7 @@ def test_closing_ends_waiting_requests(full: tuple[LocalEngine, Any]) -> None:
     for _ in range(6):
         engine.decode.submit(request(), events.put)
     engine.close()
-    assert all(isinstance(terminal(events), CancelledError) for _ in range(6))
+    assert all(isinstance(terminal(events), WorkerLostError) for _ in range(6))
     assert engine.decode.in_flight == 0
 
 

@@ -20,6 +20,7 @@ from decode_requests import (
     request,
     tokens_of,
 )
+from near_ties import TOLERANCE, first_difference, noting_margins
 
 from criticalkv.services.decode import publication as publication_module
 from criticalkv.services.decode.engine import DecodeEngine
@@ -51,10 +52,11 @@ def test_two_hundred_requests_and_a_pool_far_too_small(tiny_model: Factory) -> N
     with LocalEngine(model) as roomy:
         contexts = [roomy.compress_tokens(ids(n, n), policy="default") for n in (90, 200, 333)]
         wanted = [spec(rng, contexts) for _ in range(200)]
-        right = {}
+        right, margins = {}, {}
         for i, item in enumerate(wanted):
             if i not in cancelled(wanted):
-                events = list(roomy.decode.generate(item.model_copy(update={"publish": False})))
+                with noting_margins() as margins[i]:
+                    events = list(roomy.decode.generate(item.model_copy(update={"publish": False})))
                 right[i] = tokens_of(events)
         with LocalEngine(model, roomy.store, decode=config(max_num_seqs=24)) as small:
             got = run_all(small.decode, wanted, cancelled(wanted))
@@ -64,9 +66,14 @@ def test_two_hundred_requests_and_a_pool_far_too_small(tiny_model: Factory) -> N
         e.preemptions for events in got.values() for e in events[-1:] if isinstance(e, DecodeEnd)
     )
     assert preempted > 20, "the pool was not too small"
+    near_ties = []
     for i, tokens in right.items():
-        assert tokens_of(got[i]) == tokens, f"request {i}"
+        at = first_difference(tokens_of(got[i]), tokens)
+        if at is not None:
+            assert margins[i][at] < TOLERANCE, f"request {i}, token {at}"
+            near_ties.append((i, at))
         assert got[i][-1].node_id is not None
+    assert len(near_ties) <= 0.02 * len(right), near_ties
     for i in cancelled(wanted):
         last = got[i][-1]
         assert isinstance(last, CancelledError) or last.finish_reason in ("cancelled", "length")

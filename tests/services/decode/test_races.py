@@ -39,6 +39,7 @@ from criticalkv.shared.errors import (
     NodeMissingError,
     NumericsError,
     StoreUnavailableError,
+    WorkerLostError,
 )
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeStart
@@ -384,8 +385,12 @@ def test_a_pull_that_ends_late_says_nothing_about_a_later_opening(
 # -- ends ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["cancelled", "closed"])
-def test_a_request_given_up_before_it_branches_ends_once(tiny_model: Factory, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "error"), [("cancelled", CancelledError), ("closed", WorkerLostError)]
+)
+def test_a_request_given_up_before_it_branches_ends_once(
+    tiny_model: Factory, how: str, error: type[CriticalKVError]
+) -> None:
     """Its prompt is still running: nobody would ever end the other choices."""
     events: Events = queue.SimpleQueue()
     slow = config(pool_mb=8, max_num_seqs=2, max_num_batched_tokens=2)
@@ -396,7 +401,7 @@ def test_a_request_given_up_before_it_branches_ends_once(tiny_model: Factory, ho
         if how == "cancelled":
             sequence.cancelled.set()
             assert_empty(local.decode)
-    assert [type(end) for end in ends_after_closing(events)] == [CancelledError]
+    assert [type(end) for end in ends_after_closing(events)] == [error]
 
 
 def test_choices_that_fail_together_end_with_one_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import secrets
 import threading
@@ -11,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -133,10 +135,10 @@ class ScriptedWorkers:
             start = {
                 "replica": "r1", "bytes_pulled": 10, "cached_tokens": position,
                 "tier": min(view, key=Decimal, default="1"), "retained_fraction": 0.5,
-                "store_ms": 1.0, "choice": choice, **self.start_fields,
+                "store_ms": 1.0, "choice": choice, "view": view, **self.start_fields,
             }  # fmt: skip
             yield DecodeStart.model_validate(start)
-        for i in itertools.count():
+        for i in itertools.count(len(request.emitted)):
             if i == self.cut_after:
                 return
             for choice, run in list(runs.items()):
@@ -174,7 +176,12 @@ class ScriptedWorkers:
         if parent is not None and not parent.present:
             raise NodeMissingError.of(request.ancestors[-1], "absent")
         identity = self._identity(
-            request.policy, request.salt, request.ancestors, request.view, request.token_ids
+            request.policy,
+            request.salt,
+            request.ancestors,
+            request.view,
+            request.token_ids,
+            request.pending_ids,
         )
         assert identity.node_id == request.node_id
         below = [t for t in Config().eviction.tiers if Decimal(t) < Decimal(request.store_tier)]
@@ -218,8 +225,10 @@ class ScriptedWorkers:
     ) -> DecodeEnd:
         new = self.template.encode_content(text)
         ids = (*request.token_ids, *new)
-        identity = self._identity(request.policy, request.salt, ancestors, view, ids)
-        published = self.publish_error is None and self.finish != "cancelled"
+        pending = self.template.closing_ids
+        identity = self._identity(request.policy, request.salt, ancestors, view, ids, pending)
+        wanted = request.publish and self.finish != "cancelled"
+        published = wanted and self.publish_error is None
         if published:
             self._publish(
                 identity,
@@ -227,7 +236,7 @@ class ScriptedWorkers:
                 ancestors,
                 position,
                 ["1"],
-                self.template.closing_ids,
+                pending,
                 "",
                 request.ttl_ms,
             )
@@ -252,6 +261,7 @@ class ScriptedWorkers:
         ancestors: tuple[str, ...],
         view: tuple[str, ...],
         ids: tuple[int, ...],
+        pending: tuple[int, ...] = (),
     ) -> Identity:
         return Identity(
             model_digest=self.model.model_digest,
@@ -261,7 +271,7 @@ class ScriptedWorkers:
             salt=salt,
             parent=ancestors[-1] if ancestors else None,
             view=view,
-            tokens=tokens_digest(ids),
+            tokens=tokens_digest(ids, pending),
         )
 
     def _publish(
@@ -306,7 +316,8 @@ def _delta(character: str, request: DecodeRequest, choice: int) -> DecodeDelta:
     token = TokenLogprob(token_id=1, token=character, logprob=-0.5, top=((character, -0.5),))
     wanted = request.sampling.logprobs is not None
     logprobs = (token,) if wanted else ()
-    return DecodeDelta(choice=choice, text=character, token_ids=(1,), logprobs=logprobs)
+    said = {"token_ids": (1,), "sampled": (1,)}
+    return DecodeDelta(choice=choice, text=character, logprobs=logprobs, **said)
 
 
 @dataclass
@@ -379,6 +390,16 @@ def shared_gateway(store_process: StoreProcess) -> Iterator[Gateway]:
     """One gateway for requests that change nothing."""
     with gateway_factory(store_process) as make:
         yield make()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file of keys: `key-a` and `key-a2` of tenant a, `key-b` of b."""
+    owners = {"key-a": "a", "key-a2": "a", "key-b": "b"}
+    lines = [f"{hashlib.sha256(key.encode()).hexdigest()}: {name}" for key, name in owners.items()]
+    file = tmp_path / "keys.yaml"
+    file.write_text("\n".join(lines))
+    return file
 
 
 @pytest.fixture

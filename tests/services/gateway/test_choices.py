@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from criticalkv.services.gateway import choices as choices_module
 from criticalkv.services.gateway.choices import BUFFERED, Choices
 from criticalkv.services.gateway.deadline import Deadline
-from criticalkv.services.gateway.workers import WorkerLostError
-from criticalkv.shared.errors import NodeMissingError
+from criticalkv.shared.errors import NodeMissingError, OverloadedError, WorkerLostError
 from criticalkv.shared.requests import (
     DecodeDelta,
     DecodeEnd,
@@ -167,10 +169,35 @@ def test_a_lost_context_is_rebuilt_once_for_all(gateway: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [{"fail_after": 2}, {"cut_after": 2}], ids=str)
-def test_a_worker_lost_after_text_ends_all_that_still_ran(
-    gateway: Any, how: dict[str, int]
+def test_after_a_worker_lost_after_text_each_choice_goes_on_by_itself(
+    gateway: Any, how: dict[str, Any]
 ) -> None:
     say(gateway, TEXTS)
+    fail_first_attempt(gateway, fail_with=WorkerLostError("died"), **how)
+    text = gateway.chat(ASK, n=3, seed=5, stream=True).text
+    assert text.endswith("data: [DONE]\n\n")
+    chunks, said = events(text), {0: "", 1: "", 2: ""}
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        said[choice["index"]] += choice["delta"].get("content", "")
+    assert list(said.values()) == ["a", "bcdef", "gh"]
+    assert sorted(finishes(chunks)) == [0, 1, 2]
+    first, *others = gateway.workers.decodes  # choice 0 was over before, and stays so
+    assert first.emitted == ()
+    assert [(r.sampling.seed, r.branch_seeds, len(r.emitted)) for r in others] == [
+        (6, (), 2),
+        (7, (), 2),
+    ]
+    assert {r.deadline_s < first.deadline_s for r in others} == {True}
+    assert gateway.workers.open_decodes == 0
+
+
+@pytest.mark.parametrize("how", [{"fail_after": 2}, {"cut_after": 2}], ids=str)
+def test_workers_lost_again_and_again_end_all_that_still_ran(
+    gateway: Any, how: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices_module, "PAUSE_S", 0.01)
+    say(gateway, {**TEXTS, 7: "ghijk"})
     gateway.workers.fail_with = WorkerLostError("died")
     for name, value in how.items():
         setattr(gateway.workers, name, value)
@@ -179,7 +206,8 @@ def test_a_worker_lost_after_text_ends_all_that_still_ran(
     assert last["error"]["code"] == "worker_lost"
     assert finishes(chunks) == [0]  # it was over before, and stays so
     assert "[DONE]" not in text
-    assert len(gateway.workers.decodes) == 1
+    again = Counter(request.sampling.seed for request in gateway.workers.decodes[1:])
+    assert max(again.values()) == choices_module.MAX_LOST_WORKERS
     handle = chunks[0]["id"]
     assert gateway.get(f"/v1/contexts/{handle}").status_code == 200
     others = [c["choices"][0]["criticalkv"]["handle"] for c in chunks[1:3]]
@@ -192,10 +220,51 @@ def test_an_empty_answer_counts_as_told(gateway: Any) -> None:
     # Tried again, its choice would be answered twice.
     say(gateway, {5: "", 6: "bc"})
     fail_first_attempt(gateway, fail_after=0, fail_with=WorkerLostError("died"))
-    *chunks, last = events(gateway.chat(ASK, n=2, seed=5, stream=True).text)
-    assert last["error"]["code"] == "worker_lost"
-    assert finishes(chunks) == [0]
-    assert len(gateway.workers.decodes) == 1
+    chunks = events(gateway.chat(ASK, n=2, seed=5, stream=True).text)
+    assert finishes(chunks) == [0, 1]
+    assert [r.sampling.seed for r in gateway.workers.decodes] == [5, 6]
+
+
+def test_a_context_lost_in_the_middle_is_rebuilt_and_the_told_view_kept(gateway: Any) -> None:
+    doc = [{"role": "user", "content": "d" * 150}]
+    gateway.chat(doc, seed=1)
+    (node_id,) = gateway.node_ids()
+    say(gateway, {2: "abcdef"})
+    lost = NodeMissingError.of(node_id, "gone")
+    fail_first_attempt(gateway, fail_after=3, fail_with=WorkerLostError("died"))
+    gateway.workers.before_decode.insert(1, lambda: gateway.workers.fail_decode.append(lost))
+    assert texts_of(gateway.chat(doc, seed=2)) == ["abcdef"]
+    first, *others = gateway.workers.decodes[1:]
+    assert [len(r.emitted) for r in others] == [3, 3]
+    assert {r.view for r in others} == {first.view}
+
+
+def test_a_full_replica_is_asked_again_to_go_on(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices_module, "PAUSE_S", 0.01)
+    say(gateway, {5: "abcdef"})
+    fail_first_attempt(gateway, fail_after=3, fail_with=WorkerLostError("died"))
+    full = OverloadedError("full", retry_after_s=0.05)
+    gateway.workers.before_decode.insert(1, lambda: gateway.workers.fail_decode.append(full))
+    assert texts_of(gateway.chat(ASK, seed=5)) == ["abcdef"]
+    assert [len(r.emitted) for r in gateway.workers.decodes] == [0, 3, 3]
+    # A new answer is refused at once: the client can wait as well.
+    gateway.workers.fail_decode = [full]
+    assert gateway.chat(ASK, seed=5).status_code == 429
+
+
+def test_the_deadline_holds_for_all_attempts(
+    make_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices_module, "MAX_LOST_WORKERS", 10**6)
+    monkeypatch.setattr(choices_module, "PAUSE_S", 0.05)
+    gateway = make_gateway(request_timeout_s=1.5)
+    gateway.workers.cut_after = 2
+    began = time.monotonic()
+    *_, last = events(gateway.chat(ASK, stream=True).text)
+    assert last["error"]["code"] == "deadline_exceeded"
+    assert time.monotonic() - began < 15
 
 
 # ------------------------------------------------------------------ stream

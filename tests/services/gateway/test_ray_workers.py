@@ -8,17 +8,23 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    OwnerDiedError,
+    RayTaskError,
+    TaskCancelledError,
+)
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
 from criticalkv.services.gateway.ray_workers import RayWorkers, unwrap
-from criticalkv.services.gateway.workers import WorkerLostError
 from criticalkv.shared.errors import (
     CancelledError,
     CriticalKVError,
     NodeMissingError,
     OverloadedError,
     StoreFullError,
+    WorkerLostError,
 )
 from criticalkv.shared.requests import DecodeEnd
 
@@ -38,6 +44,10 @@ def wrapped(cause: Exception) -> Exception:
         (StoreFullError("full"), StoreFullError),
         (BackPressureError(num_queued_requests=1, max_queued_requests=1), OverloadedError),
         (ActorDiedError(), WorkerLostError),
+        (NodeDiedError("gone"), WorkerLostError),
+        (OwnerDiedError("00" * 28, None, "who"), WorkerLostError),
+        (ReplicaUnavailableError("r"), WorkerLostError),
+        (wrapped(WorkerLostError("the decode worker is stopping")), WorkerLostError),
         (TaskCancelledError(), CancelledError),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
@@ -63,11 +73,14 @@ class Response:
 
     def __init__(self, error: Exception | None = None, delay: float = 0.0) -> None:
         self.cancelled = False
+        self.runs: list[asyncio.Future[Any]] = []
         self._error = error
         self._delay = delay
 
     def cancel(self) -> None:
         self.cancelled = True
+        for run in self.runs:
+            run.cancel()
 
     def __await__(self) -> Any:
         return self._run().__await__()
@@ -80,7 +93,9 @@ class Response:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         for _ in range(3):
-            await self._run()
+            # As Ray's: another task than the reader's, which a cancellation ends.
+            self.runs.append(asyncio.ensure_future(self._run()))
+            await self.runs[-1]
             yield END
 
 
@@ -130,3 +145,42 @@ async def test_errors_come_out_typed() -> None:
         await workers.prefill(None)  # type: ignore[arg-type]
     with pytest.raises(StoreFullError):
         await anext(workers.decode(None))  # type: ignore[arg-type]
+
+
+async def test_draining_waits_then_ends_what_runs_with_an_error_and_begins_nothing() -> None:
+    quick, slow = Response(delay=0.1), Response(delay=60)
+
+    async def read(workers: RayWorkers) -> list[Any]:
+        return [event async for event in workers.decode(None)]  # type: ignore[arg-type]
+
+    ends = []
+    for response in (quick, slow):
+        workers = RayWorkers(Handle(Response()), Handle(response))
+        reading = asyncio.create_task(read(workers))
+        await asyncio.sleep(0.01)
+        began = asyncio.get_running_loop().time()
+        await workers.drain(1.0 if response is slow else 60.0)
+        assert asyncio.get_running_loop().time() - began < 30
+        with pytest.raises(WorkerLostError):
+            await workers.prefill(None)  # type: ignore[arg-type]
+        with pytest.raises(WorkerLostError):
+            await anext(workers.decode(None))  # type: ignore[arg-type]
+        ends += await asyncio.gather(reading, return_exceptions=True)
+    assert ends[0] == [END] * 3
+    assert isinstance(ends[1], CancelledError)
+    assert (quick.cancelled, slow.cancelled) == (False, True)
+
+
+async def test_a_reader_that_is_cancelled_is_not_told_that_the_service_stops() -> None:
+    workers = RayWorkers(Handle(Response()), Handle(Response(delay=60)))
+
+    async def read() -> None:
+        async for _ in workers.decode(None):  # type: ignore[arg-type]
+            pass
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await workers.drain(60.0)

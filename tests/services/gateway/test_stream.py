@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from criticalkv.services.gateway.answer import Finished, Opened, ReplyEvent, Said
 from criticalkv.services.gateway.deadline import Deadline
-from criticalkv.services.gateway.stream import Client, ClientGoneError, EventStream
+from criticalkv.services.gateway.stream import (
+    Client,
+    ClientGoneError,
+    EventStream,
+    Opening,
+    error_line,
+    event_lines,
+)
 from criticalkv.shared.errors import DeadlineError
 
 
@@ -45,9 +53,15 @@ async def never() -> Any:
 
 
 async def run(reply: Reply, send: Any, receive: Any = never, seconds: float = 5.0) -> None:
-    client = Client(receive)
-    stream = EventStream(reply, client, Deadline.after(seconds), include_usage=False)
-    await stream({}, receive, send)
+    deadline = Deadline.after(seconds)
+    events = partial(event_lines, include_usage=False)
+    opening = Opening(begun(reply), deadline)
+    await opening.reply()
+    await EventStream(opening, events, error_line, Client(receive), deadline)({}, receive, send)
+
+
+async def begun(reply: Reply) -> Reply:
+    return reply
 
 
 async def test_a_whole_stream_ends_once() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import redis
 import xxhash
+from valkey_servers import admin_of
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store.process import StoreProcess, start_store
@@ -37,9 +38,13 @@ class Node:
     def nbytes(self) -> int:
         return sum(map(len, self.payloads))
 
-    def put(self, store: StoreClient, *, ttl_ms: int = 0, lease_token: str = "") -> pb.PutResult:
+    def put(
+        self, store: StoreClient, *, ttl_ms: int = 0, lease_token: str = "", tenant: str = ""
+    ) -> pb.PutResult:
         attempt = self.manifest.attempt
-        with store.open_put(self.node_id, attempt, lease_token=lease_token) as writer:
+        with store.open_put(
+            self.node_id, attempt, lease_token=lease_token, tenant=tenant
+        ) as writer:
             for payload in self.payloads:
                 writer.send(payload)
             return writer.commit(self.manifest, self.record, ttl_ms=ttl_ms)
@@ -76,7 +81,7 @@ def build(
         salt=digest,
         parent=parent.node_id if parent else None,
         view=view,
-        tokens=tokens_digest(ids),
+        tokens=tokens_digest(ids, (7,)),
     )
     nbytes = rows * (8 * head_dim + 4)
     payloads = [rng.randbytes(nbytes) for _ in range(layers * len(tiers))]
@@ -119,25 +124,34 @@ def make_node() -> MakeNode:
 @pytest.fixture(scope="session")
 def valkey(store_process: StoreProcess) -> Iterator[redis.Redis]:
     """The Valkey behind `store_process`, for looking and for breaking things."""
-    with redis.Redis(unix_socket_path=socket_of(store_process)) as client:
+    with admin_of(store_process.config.data_dir) as client:
         yield client
-
-
-def socket_of(process: StoreProcess) -> str:
-    """Path of the Valkey socket of a store process."""
-    return f"{process.config.data_dir}/valkey.sock"
 
 
 @pytest.fixture
 def small_store(tmp_path: object) -> Iterator[StoreProcess]:
-    """A store of its own with a memory limit of 16 MiB."""
+    """A store of its own with a memory limit of 16 MiB, in which nodes go and never shrink."""
     config = StoreConfig(
         address="127.0.0.1:0",
         data_dir=str(tmp_path),
         memory_limit_mb=16,
+        high_watermark=1,
+        low_watermark=1,
+        shrink_floor="1",
         lease_ttl_s=2,
         read_deadline_s=1.0,
         janitor_interval_s=0.2,
     )
     with start_store(config) as process:
         yield process
+
+
+@pytest.fixture(params=["grpc", "direct"])
+def each_path(request: pytest.FixtureRequest, store_process: StoreProcess) -> Iterator[StoreClient]:
+    """A client that reads by one path, then another by the other, which never falls back."""
+    config = store_process.config.model_copy(
+        update={"address": store_process.address, "read_path": request.param}
+    )
+    with StoreClient.of(config) as client:
+        yield client
+        assert client._direct is None or client._direct.open

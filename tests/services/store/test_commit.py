@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-import redis
+from valkey_servers import admin_of
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.shared.cache.manifest import encode_manifest
@@ -25,7 +25,7 @@ from criticalkv.shared.errors import (
     StoreUnavailableError,
 )
 from criticalkv.shared.frames import encode_segment
-from criticalkv.shared.store_client import typed_error
+from criticalkv.shared.store_channel import typed_error
 
 
 def wait_until(condition, timeout_s=10.0):
@@ -285,8 +285,7 @@ def test_expected_bytes_beyond_the_limit_are_refused_early(store, make_node):
 
 def test_step_failing_after_the_publication_frees_nothing(small_store, make_node):
     node = make_node()
-    path = f"{small_store.config.data_dir}/valkey.sock"
-    with redis.Redis(unix_socket_path=path) as valkey, small_store.client() as store:
+    with admin_of(small_store.config.data_dir) as valkey, small_store.client() as store:
         valkey.set("ckv:{books}:used", "not a sorted set")
         with pytest.raises(StoreUnavailableError):
             node.put(store)

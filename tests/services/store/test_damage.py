@@ -7,6 +7,11 @@ import pytest
 from criticalkv.shared.errors import CorruptNodeError, NodeMissingError
 
 
+@pytest.fixture
+def store(each_path):
+    return each_path
+
+
 def flip_last(data):
     return data[:-1] + bytes([data[-1] ^ 1])
 
@@ -50,16 +55,14 @@ def test_missing_segment_drops_the_manifest(store, valkey, make_node):
     assert not valkey.exists(node.segment_key(0))
 
 
-def test_wrong_type_of_value_is_no_crash(store, valkey, make_node):
-    from criticalkv.shared.errors import CriticalKVError
-
+def test_wrong_type_of_value_is_a_miss(store, valkey, make_node):
     node = make_node()
     node.put(store)
     valkey.delete(node.segment_key(0))
     valkey.lpush(node.segment_key(0), "x")
-    with pytest.raises(CriticalKVError), store.open_get(node.node_id) as reader:
+    with pytest.raises(NodeMissingError), store.open_get(node.node_id) as reader:
         list(reader)
-    assert store.healthy()
+    assert not store.stat([node.node_id])[0].present
 
 
 def test_swapped_segments_are_noticed(store, valkey, make_node):

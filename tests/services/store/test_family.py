@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from valkey_servers import user_of
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import scripts
@@ -19,6 +20,7 @@ from criticalkv.shared.errors import (
     InvalidRequestError,
     NodeMissingError,
 )
+from criticalkv.shared.redis_location import Deployment
 
 ALICE, BOB = "a1" * 16, "b2" * 16
 
@@ -281,7 +283,7 @@ def with_nodes(store_process, steps):
     """Run steps on the store's Redis, with a `Nodes` that they may interrupt."""
 
     async def run():
-        redis = RedisData(f"unix://{store_process.config.data_dir}/valkey.sock", 5.0)
+        redis = RedisData(Deployment.of(user_of(store_process.config.data_dir)), 5.0)
         try:
             nodes = Nodes(redis, Books(redis, 1 << 30), store_process.config)
             await steps(nodes, redis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-import redis
+from valkey_servers import admin_of
 
 from criticalkv.shared.errors import StoreFullError
 
@@ -21,7 +21,7 @@ BIG = {
 
 @pytest.fixture
 def books(small_store):
-    with redis.Redis(unix_socket_path=f"{small_store.config.data_dir}/valkey.sock") as client:
+    with admin_of(small_store.config.data_dir) as client:
         yield client
 
 

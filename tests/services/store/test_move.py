@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from valkey_servers import user_of
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys, scripts
@@ -20,6 +21,7 @@ from criticalkv.shared.errors import (
     InvalidRequestError,
     NodeMissingError,
 )
+from criticalkv.shared.redis_location import Deployment
 
 ALICE, BOB = "a1" * 16, "b2" * 16
 MOVED = pb.MoveHandleResponse.MOVED
@@ -274,7 +276,7 @@ def with_handles(store_process, steps):
     """Run steps against the store's Valkey with components of their own."""
 
     async def run():
-        redis = RedisData(f"unix://{store_process.config.data_dir}/valkey.sock", 5.0)
+        redis = RedisData(Deployment.of(user_of(store_process.config.data_dir)), 5.0)
         nodes = Nodes(redis, Books(redis, 1 << 30), store_process.config)
         try:
             return await steps(Handles(redis, nodes, store_process.config), redis)

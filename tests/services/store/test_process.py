@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-import redis
+from valkey_servers import Server, admin_of, url_of
 
 from criticalkv.services.store.process import start_store
 from criticalkv.shared.config import StoreConfig
@@ -71,7 +71,7 @@ def test_listens_on_loopback_and_a_private_unix_socket(tmp_path):
         (valkey,) = children(pid)
         assert listening(valkey) == []
         assert tmp_path.stat().st_mode & 0o777 == 0o700
-        with redis.Redis(unix_socket_path=f"{tmp_path}/valkey.sock") as client:
+        with admin_of(tmp_path) as client:
             settings = client.config_get("maxmemory-policy", "save", "appendonly")
         assert settings == {"maxmemory-policy": "noeviction", "save": "", "appendonly": "no"}
     assert not alive(pid)
@@ -137,7 +137,7 @@ def test_too_long_directory_is_refused(tmp_path):
 
 def test_stores_share_one_redis(tmp_path, make_node):
     with start_store(config(tmp_path)) as first:
-        url = f"unix://{tmp_path}/valkey.sock"
+        url = url_of(tmp_path, "store")
         shared = StoreConfig(address="127.0.0.1:0", memory_limit_mb=16, redis_url=url)
         with start_store(shared) as second, first.client() as one, second.client() as two:
             node = make_node()
@@ -150,11 +150,10 @@ def test_stores_share_one_redis(tmp_path, make_node):
 
 def test_evicting_redis_is_refused(tmp_path):
     with start_store(config(tmp_path)):
-        path = f"{tmp_path}/valkey.sock"
-        with redis.Redis(unix_socket_path=path) as client:
+        with admin_of(tmp_path) as client:
             client.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(ConfigError, match="noeviction"):
-            start_store(StoreConfig(address="127.0.0.1:0", redis_url=f"unix://{path}"))
+            start_store(StoreConfig(address="127.0.0.1:0", redis_url=url_of(tmp_path)))
 
 
 def test_absent_redis_is_a_clear_error(tmp_path):
@@ -163,27 +162,21 @@ def test_absent_redis_is_a_clear_error(tmp_path):
 
 
 def test_health_follows_redis_and_recovers(tmp_path, make_node):
-    """Valkey dies: calls fail typed and at once; a new one on the same path serves again."""
-    from criticalkv.services.store.valkey import Valkey
-
-    url = f"unix://{tmp_path}/valkey.sock"
-    valkey = Valkey(str(tmp_path), 1 << 28)
-    try:
-        config = StoreConfig(address="127.0.0.1:0", redis_url=url)
+    """Redis dies: calls fail typed and at once; a new one at the same place serves again."""
+    with Server(tmp_path) as server:
+        config = StoreConfig(address="127.0.0.1:0", redis_url=server.url)
         with start_store(config) as process, process.client() as client:
             make_node().put(client)
-            valkey.stop()
+            server.kill()
             with pytest.raises(StoreUnavailableError):
                 make_node().put(client)
             wait_until(lambda: not client.healthy())
-            valkey = Valkey(str(tmp_path), 1 << 28)
+            server.start()
             wait_until(client.healthy)
             node = make_node()
             assert node.put(client).published
             with client.open_get(node.node_id) as reader:
                 assert [bytes(p) for _, p in reader] == node.payloads
-    finally:
-        valkey.stop()
 
 
 def test_restarted_store_is_found_again(tmp_path, make_node):

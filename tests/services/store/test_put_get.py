@@ -7,6 +7,11 @@ import pytest
 from criticalkv.shared.errors import InvalidRequestError, NodeMissingError
 
 
+@pytest.fixture
+def store(each_path):
+    return each_path
+
+
 def read(store, node, **options):
     with store.open_get(node.node_id, **options) as reader:
         return reader, {index: bytes(payload) for index, payload in reader}

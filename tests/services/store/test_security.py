@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
+import trustme
 
 from criticalkv.services.store.process import start_store
 from criticalkv.services.store.redis_data import check_url
 from criticalkv.services.store.security import Security
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import AuthenticationError, ConfigError, StoreUnavailableError
-from criticalkv.shared.store_client import StoreClient, StoreCredentials
+from criticalkv.shared.store_channel import StoreCredentials
+from criticalkv.shared.store_client import StoreClient
 
 TOKEN = "correct-horse-battery-staple"
 
 
+def write(path, *parts):
+    path.write_bytes(b"".join(part.bytes() for part in parts))
+    return str(path)
+
+
 @pytest.fixture
-def files(tmp_path):
-    """A self-signed certificate for localhost, its key, and a token."""
-    cert, key, token = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "token"
-    command = (
-        f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout {key} -out {cert} "
-        "-subj /CN=localhost -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
-    )
-    subprocess.run(command.split(), check=True, capture_output=True)
+def authority():
+    return trustme.CA()
+
+
+@pytest.fixture
+def files(tmp_path, authority):
+    """An authority's certificate, one of it for localhost, its key, and a token."""
+    server, token = authority.issue_cert("localhost", "127.0.0.1"), tmp_path / "token"
     token.write_text(TOKEN + "\n")
-    return {"tls_cert": str(cert), "tls_key": str(key), "tls_ca": str(cert),
-            "token_file": str(token)}  # fmt: skip
+    return {
+        "tls_cert": write(tmp_path / "cert.pem", *server.cert_chain_pems),
+        "tls_key": write(tmp_path / "key.pem", server.private_key_pem),
+        "tls_ca": write(tmp_path / "ca.pem", authority.cert_pem),
+        "token_file": str(token),
+    }
+
+
+@pytest.fixture
+def issue(tmp_path):
+    """Write a client's certificate and key of an authority; return the settings."""
+
+    def issue(authority, name):
+        client = authority.issue_cert(f"{name}.clients.internal")
+        return {
+            "tls_client_cert": write(tmp_path / f"{name}.pem", *client.cert_chain_pems),
+            "tls_client_key": write(tmp_path / f"{name}.key", client.private_key_pem),
+        }
+
+    return issue
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:50051", "store.local:1"])
@@ -77,6 +100,52 @@ def test_tls_and_token_end_to_end(tmp_path, files, make_node):
             plain.stat([node.node_id])
 
 
+def test_clients_show_certificates_where_the_store_wants_them(tmp_path, files, issue, make_node):
+    clients, strangers = trustme.CA(), trustme.CA()
+    wanted = write(tmp_path / "clients.pem", clients.cert_pem)
+    ours, theirs = issue(clients, "ours"), issue(strangers, "theirs")
+    config = StoreConfig(
+        address="localhost:0", memory_limit_mb=16, tls_client_ca=wanted, **files, **ours
+    )
+    with start_store(config) as process:
+        node = make_node()
+        with process.client() as client:
+            node.put(client)
+            with client.open_get(node.node_id) as reader:
+                assert [bytes(p) for _, p in reader] == node.payloads
+        base = config.model_copy(update={"address": process.address})
+        none = {"tls_client_cert": "", "tls_client_key": ""}
+        for pair in (none, theirs):
+            with StoreClient.of(base.model_copy(update=pair), timeout_s=1.0) as client:
+                assert not client.healthy()
+                with pytest.raises(StoreUnavailableError):
+                    client.stat([node.node_id])
+
+
+def test_certificates_of_clients_need_tls_at_the_server(tmp_path, authority):
+    wanted = write(tmp_path / "clients.pem", authority.cert_pem)
+    with pytest.raises(ConfigError, match="tls_client_ca needs"):
+        Security(StoreConfig(address="127.0.0.1:0", tls_client_ca=wanted))
+
+
+def test_unreadable_authority_of_clients_is_refused(files):
+    with pytest.raises(ConfigError, match="certificates"):
+        Security(StoreConfig(tls_client_ca="/does/not/exist", **files))
+
+
+@pytest.mark.parametrize("lacking", ["tls_client_cert", "tls_client_key", "tls_ca"])
+def test_half_a_client_certificate_is_refused(files, issue, authority, lacking):
+    given = {"tls_ca": files["tls_ca"], **issue(authority, "ours"), lacking: ""}
+    with pytest.raises(ConfigError, match="together"):
+        StoreCredentials.of(StoreConfig(**given))
+
+
+def test_secrets_have_no_repr(files, issue, authority):
+    credentials = StoreCredentials.of(StoreConfig(**files, **issue(authority, "ours")))
+    assert TOKEN not in repr(credentials)
+    assert "PRIVATE KEY" not in repr(credentials)
+
+
 def test_client_sends_no_token_in_the_clear(files):
     config = StoreConfig(address="10.1.2.3:1", token_file=files["token_file"])
     with pytest.raises(ConfigError, match="clear"):
@@ -114,4 +183,4 @@ def test_unsafe_redis_urls_are_refused(url):
     ],
 )
 def test_safe_redis_urls(url):
-    assert check_url(url).port > 0
+    assert check_url(url).kind == "single"
