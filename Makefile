@@ -24,8 +24,9 @@ demo: $(VENV)/.run
 serve: $(VENV)/.run
 	$(BIN)/criticalkv serve $(ARGS)
 
+# Two processes at once: much of the time goes into waiting for servers to start.
 test: $(VENV)/.test
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN)/python) infra/scripts/check.sh

@@ -186,7 +186,7 @@ def _delete_applications() -> None:
             for name in serve.status().applications:
                 with suppress(Exception):  # no `drain`, or it does not answer any more
                     drained = serve.get_app_handle(name).drain.remote(DRAIN_S)
-                    drained.result(timeout_s=DRAIN_S + 1.0)
+                    drained.result(timeout_s=DRAIN_S + 4.0)
                 serve.delete(name)
 
     thread = threading.Thread(target=delete, name="delete-applications", daemon=True)

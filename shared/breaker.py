@@ -95,12 +95,16 @@ class Breaker:
 
 
 class Passage:
-    """One call that was let through. Leaving its context without a verdict says nothing."""
+    """One call that was let through. Leaving its context without a verdict says nothing.
+
+    Attributes:
+        probe: whether it decides for all others, who wait for it.
+    """
 
     def __init__(self, breaker: Breaker, timeout_s: float, *, probe: bool) -> None:
+        self.probe = probe
         self._breaker = breaker
         self._timeout_s = timeout_s
-        self._probe = probe
         self._ended = False
 
     def answered(self) -> None:
@@ -136,4 +140,4 @@ class Passage:
     def _end(self, answered: bool | None) -> None:
         if not self._ended:
             self._ended = True
-            self._breaker._end(answered, self._probe)
+            self._breaker._end(answered, self.probe)

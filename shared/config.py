@@ -158,7 +158,9 @@ class StoreConfig(_Section):
     redis_reader_url: str = Field(
         default="",
         description="user (and address) that read_path 'direct' reads segments with; it needs GET "
-        "on ckv:* and nothing else. Not for 'embedded', which makes one itself",
+        "on ckv:* and nothing else. The address must be of the same server or a replica of it; "
+        "what is missing there costs a read through the store. Not for 'embedded', which makes "
+        "one itself",
     )
     read_path: Literal["grpc", "direct"] = Field(
         default="grpc",

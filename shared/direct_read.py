@@ -27,6 +27,9 @@ BATCH_BYTES = 4 << 20
 """Asked for in one go while as much is being read."""
 CONNECT_TIMEOUT_S = 2.0
 IDLE_CONNECTIONS = 8
+"""Kept for each server."""
+IDLE_S = 30.0
+"""Connections to a server that no read has gone to for this long are closed."""
 _TIMER_S = 0.02
 """The kernel's timers may be this early."""
 CLOSED_S = 30.0
@@ -66,6 +69,7 @@ class DirectReads:
         self._ca = ca
         self._lock = threading.Lock()
         self._idle: dict[Location, list[_Connection]] = {}
+        self._used: dict[Location, float] = {}
         self._closed_until = 0.0
         self._closed = False
 
@@ -162,11 +166,20 @@ class DirectReads:
     def give(self, location: Location, connection: _Connection) -> None:
         """Keep a connection with no reply outstanding for the next read."""
         with self._lock:
-            idle = self._idle.setdefault(location, [])
-            if not self._closed and len(idle) < IDLE_CONNECTIONS:
-                idle.append(connection)
-                return
-        connection.close()
+            idle, surplus = self._idle.setdefault(location, []), self._left(location)
+            keep = not self._closed and len(idle) < IDLE_CONNECTIONS
+            (idle if keep else surplus).append(connection)
+        for one in surplus:
+            one.close()
+
+    def _left(self, current: Location) -> list[_Connection]:
+        """Take out the connections to servers that no read goes to any more."""
+        now = time.monotonic()
+        self._used[current] = now
+        gone = [at for at, used in self._used.items() if now - used > IDLE_S]
+        for at in gone:
+            del self._used[at]
+        return [connection for at in gone for connection in self._idle.pop(at, [])]
 
     def _closing(self, error: StoreUnavailableError) -> DirectClosed:
         self.failed(error.message)

@@ -92,8 +92,13 @@ class NodeReader:
                     done += 1
                     yield found
                 return
+            except CorruptNodeError:
+                raise
             except DirectClosed:
-                self._reopen(done)
+                self._reopen(done, _changed(self._node_id))
+            except NodeMissingError as error:
+                # A replica may lag behind: the store decides, and drops what is gone.
+                self._reopen(done, NodeMissingError.of(self._node_id, error.message))
         for expected in self._order[done:]:
             yield expected, self._verified(expected, self._next_frame())
         self._expect_end()
@@ -135,14 +140,15 @@ class NodeReader:
         self._header = frame.header
 
     def _accept(self, header: pb.GetHeader, layers: range | None) -> None:
+        self.tier, self.generation = header.tier, header.generation
         try:
             self.manifest = decode_manifest(header.manifest_parts)
         except CorruptNodeError as error:
-            self._refuse(error.message)
+            # The store could read it. It may be of a newer version: no reason to drop it.
+            raise CorruptNodeError.of(self._node_id, error.message) from error
         self._attempt = self.manifest.attempt
         if self.manifest.node_id != self._node_id:
             self._refuse("the manifest is of another node")
-        self.tier, self.generation = header.tier, header.generation
         if self.tier not in self.manifest.tiers:
             self._refuse("the tier served is not stored")
         self._order = self.manifest.read_order(
@@ -156,7 +162,7 @@ class NodeReader:
     def _locate(self, direct: DirectReads, offered: pb.RedisLocation) -> None:
         self._location = direct.location(offered)
         if self._location is None:
-            self._reopen(0)
+            self._reopen(0, _changed(self._node_id))
 
     # --------------------------------------------------------------- direct
 
@@ -167,17 +173,15 @@ class NodeReader:
             for i in self._order
         ]
         self._direct = frames = self._paths.direct.frames(location, wanted, self._deadline)
-        try:
-            for expected, frame in zip(self._order, frames, strict=True):
-                yield expected, self._verified(expected, frame)
-        except CorruptNodeError:
-            raise
-        except NodeMissingError as error:
-            self._drop()
-            raise NodeMissingError.of(self._node_id, error.message) from error
+        for expected, frame in zip(self._order, frames, strict=True):
+            yield expected, self._verified(expected, frame)
 
-    def _reopen(self, done: int) -> None:
-        """Go on through the store: the same generation, from the first segment not yet read."""
+    def _reopen(self, done: int, changed: CriticalKVError) -> None:
+        """Go on through the store: the same generation, from the first segment not yet read.
+
+        Args:
+            changed: raised if it has another generation by now.
+        """
         request = pb.GetNodeRequest()
         request.CopyFrom(self._request)
         request.direct, request.tier, request.byte_limit = False, self.tier, 0
@@ -188,11 +192,7 @@ class NodeReader:
             frame.segment_count != len(self._order)
         ):
             self.close()
-            raise StoreUnavailableError(
-                "the node changed while its read went over to another path",
-                param=self._node_id,
-                retry_after_s=0.0,
-            )
+            raise changed
         for _ in range(done):
             self._next_frame()
 
@@ -243,3 +243,11 @@ class NodeReader:
             self._paths.drop(self._node_id, self._attempt, self.generation)
         except CriticalKVError as error:
             log.warning("cannot drop the damaged node %s: %s", self._node_id[:16], error)
+
+
+def _changed(node_id: str) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        "the node changed while its read went over to another path",
+        param=node_id,
+        retry_after_s=0.0,
+    )

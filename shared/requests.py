@@ -182,6 +182,7 @@ class DecodeEnd(_Message):
     view: tuple[str, ...] = ()
     stored_bytes: int = 0
     publish_error: str | None = None
+    publish_code: str | None = Field(default=None, description="the error's code, if it has one")
     decode_ms: float = Field(default=0.0, description="submission to the end")
     question_ms: float = Field(default=0.0, description="first forward to first token's logits")
     batch_size: float = Field(default=0.0, description="sequences per step, mean over its steps")

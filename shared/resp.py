@@ -45,6 +45,10 @@ class Moving(StoreUnavailableError):
     """A server that is none just now: demoted, loading, or without its cluster."""
 
 
+class NobodyLeads(Moving, Unreachable):
+    """No Sentinel answers: worth waiting for, and if that was in vain no answer at all."""
+
+
 class Redirected(StoreUnavailableError):
     """The key is on another node of the cluster."""
 

@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.shared import failpoints
-from criticalkv.shared.breaker import Breaker, CircuitOpenError
+from criticalkv.shared.breaker import Breaker, CircuitOpenError, Passage
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.direct_read import DirectReads
@@ -155,7 +155,7 @@ class StoreClient:
             ancestors=ancestors,
             tenant=tenant,
         )
-        call, passage = self._call("PutNode"), self._breaker.begin(timeout_s)
+        call, passage = self._call("PutNode"), self._begin_put(timeout_s)
         return NodeWriter(call, self._credentials.metadata, begin, timeout_s, passage, check)
 
     def open_get(
@@ -178,8 +178,9 @@ class StoreClient:
 
         Raises:
             NodeMissingError: if the node is not stored.
-            CorruptNodeError: if the manifest is damaged or of another node; it has
-                then been dropped from the store.
+            CorruptNodeError: if the manifest is of another node, which has then been
+                dropped from the store; or if it does not decode, as one of a newer
+                version. The store itself drops what is damaged.
         """
         if layers is not None and not layers:
             layers = range(1, 1)  # on the wire an end of 0 means all layers
@@ -443,6 +444,16 @@ class StoreClient:
                 raise typed_error(error, _subject(request)) from error
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise _closed() from error
+
+    def _begin_put(self, timeout_s: float) -> Passage:
+        # What becomes of a put shows only at its end: a short call has to be the probe.
+        passage = self._breaker.begin(timeout_s)
+        if not passage.probe:
+            return passage
+        with passage:
+            if not self.healthy():
+                raise StoreUnavailableError("the store does not serve", retry_after_s=1.0)
+        return self._breaker.begin(timeout_s)
 
     def _start_get(self, request: pb.GetNodeRequest, timeout_s: float) -> Any:
         call = self._call("GetNode")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import groups
 import pytest
 import skips
 
@@ -12,6 +13,8 @@ from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.store_client import StoreClient
 
 # Hooks, which pytest finds here by their names.
+pytest_collection_modifyitems = groups.pytest_collection_modifyitems
+pytest_xdist_make_scheduler = groups.pytest_xdist_make_scheduler
 pytest_configure = skips.pytest_configure
 pytest_sessionfinish = skips.pytest_sessionfinish
 pytest_terminal_summary = skips.pytest_terminal_summary

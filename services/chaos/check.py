@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from criticalkv.services.chaos.history import Event, Record
 from criticalkv.shared import errors
-from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.errors import CriticalKVError, WorkerLostError
 
 RETRY_STATUS = (429, 503)
 TEMPORARY = frozenset(
@@ -26,6 +26,10 @@ TEMPORARY = frozenset(
 LOST = ("context_not_found", "context_expired")
 CONFLICT = "idempotency_key_reused"
 CUT = "cancelled"
+ENDED = (CUT, WorkerLostError.code)
+"""What a kill may do to a request, and nothing else."""
+NEAR_S = 10.0
+"""So long after the service is back it may still tell of what was killed."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def check(
 
     Args:
         records: all requests.
-        events: when what was killed; a Valkey that comes back is empty.
+        events: when what was killed; a Valkey that comes back is empty, and only near a
+            kill may a request be cancelled or lose its worker.
         judge: says whether an answer, whole or cut, is the right one.
         deadline_s: of every request.
         margin_s: that the answer's way may take beyond it.
@@ -91,6 +96,7 @@ def check(
     for record in records:
         out.broken += _silent(record)
         out.broken += _late(record, deadline_s + margin_s)
+        out.broken += _ended(record, events)
         out.broken += _refusals(record, emptied)
         out.broken += _bounds(record)
         _judged(out, record, judge)
@@ -120,6 +126,19 @@ def _silent(record: Record) -> Iterator[Finding]:
 def _late(record: Record, limit_s: float) -> Iterator[Finding]:
     if record.seconds > limit_s:
         yield Finding("late", f"took {record.seconds:.1f} s of {limit_s:.1f}", record.id)
+
+
+def _ended(record: Record, events: Sequence[Event]) -> Iterator[Finding]:
+    """A request is cancelled, or loses its worker, only if something was killed near it."""
+    if record.code in ENDED and not any(_near(record, event) for event in events):
+        yield Finding("wrong", f"{record.code}, though nothing was killed near it", record.id)
+
+
+def _near(record: Record, event: Event) -> bool:
+    if event.what == "memory":
+        return False
+    until = event.until if event.until is not None else record.start
+    return event.at <= record.end and record.start <= until + NEAR_S
 
 
 def _refusals(record: Record, emptied: Sequence[float]) -> Iterator[Finding]:

@@ -22,17 +22,10 @@ from criticalkv.services.chaos.check import Findings, Verdict, check
 from criticalkv.services.chaos.faults import STORE_PLACES, WORKER_PLACES, Tormentor, plan
 from criticalkv.services.chaos.history import Event, History, Record
 from criticalkv.services.chaos.judge import Judge, KeptEntries
+from criticalkv.services.chaos.limits import DEADLINE_S, IDLE_LIMIT_S, MARGIN_S, SLOPE_LIMIT
 from criticalkv.services.chaos.load import CONTEXTS, Budget, Client
 from criticalkv.services.chaos.model import make_model
-from criticalkv.services.chaos.summary import (
-    DEADLINE_S,
-    FULL_RUN,
-    IDLE_LIMIT_S,
-    MARGIN_S,
-    SLOPE_LIMIT,
-    Measured,
-    summarize,
-)
+from criticalkv.services.chaos.summary import FULL_RUN, Measured, summarize
 from criticalkv.services.chaos.system import TENANTS, System
 from criticalkv.services.chaos.world import POLICIES, Held, World, document
 from criticalkv.shared.cache.wire import assemble
@@ -46,6 +39,9 @@ DOCUMENTS = 4
 PATIENCE_S = DEADLINE_S + MARGIN_S + 10  # of a client that waits for bytes
 SETTLE_S = 60.0
 CALM_S = 180.0
+BURST_S = 6.0
+BURST_CLIENTS = 16  # more than the load's: its pools need no further growth
+RELEASE_S = 10.0
 PACED_SHARE = 0.7
 CLOSED_LOOP_S = 20.0
 # Small enough that contexts shrink and go, and that turns make room for one another.
@@ -122,6 +118,7 @@ class Run:
         self._folder = folder
         self._model = model
         self._paced: float | None = None
+        self._drawn = 0
         self._settings = REAL_SETTINGS if options.model else SETTINGS
         self._journal = folder / "faults.jsonl"
         self._begun = time.monotonic()
@@ -146,6 +143,7 @@ class Run:
             if faults:
                 self._system.store_faults = self._store_faults(self._options.seed)
                 self._system.restart_store()
+            self._warm_up()
             before = self._condition()
             self._load(chaos)
             after = self._settle(before)
@@ -155,17 +153,26 @@ class Run:
     # -------------------------------------------------------------------- load
 
     def _open(self) -> None:
+        self._call()
+        system = self._system
+        key = system.keys[TENANTS[0]]
+        models = httpx.get(
+            f"{system.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30.0
+        )
+        self._world = World(models.json()["data"][0]["id"], self._documents, POLICIES)
+
+    def _call(self) -> None:
+        """Open the tenants' callers, and one without a key."""
         system = self._system
         self._callers = {
             name: Caller(system.url, key, PATIENCE_S, self._clock)
             for name, key in system.keys.items()
         }
         self._wrong = Caller(system.url, "nobody's key", PATIENCE_S, self._clock)
-        key = system.keys[TENANTS[0]]
-        models = httpx.get(
-            f"{system.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30.0
-        )
-        self._world = World(models.json()["data"][0]["id"], self._documents, POLICIES)
+
+    def _hang_up(self) -> None:
+        for caller in (*self._callers.values(), self._wrong):
+            caller.close()
 
     def _calm(self) -> dict[tuple[int, str], KeptEntries]:
         """Store every document for every tenant, and read what its tiers keep."""
@@ -200,6 +207,14 @@ class Run:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
+
+    def _warm_up(self) -> None:
+        """Fill all pools with a burst, then hang up: what grows from here on is a leak."""
+        seconds = BURST_S
+        self._clients(Budget(None, time.monotonic() + seconds), None, seconds, BURST_CLIENTS)
+        health.until_idle(self._system, SETTLE_S)
+        self._hang_up()
+        self._call()
 
     def _load(self, chaos: bool) -> None:
         options = self._options
@@ -238,11 +253,15 @@ class Run:
         self._load_from = self._clock()
         self._clients(budget, None, seconds)
 
-    def _clients(self, budget: Budget, requests: int | None, seconds: float | None) -> None:
+    def _clients(
+        self, budget: Budget, requests: int | None, seconds: float | None, count: int = 0
+    ) -> None:
+        count = count or self._options.clients
         threads = [
             threading.Thread(target=self._client(number, budget).run, name=f"client-{number}")
-            for number in range(self._options.clients)
+            for number in range(self._drawn, self._drawn + count)
         ]
+        self._drawn += len(threads)  # the next ones say something else
         for thread in threads:
             thread.start()
         try:
@@ -326,10 +345,11 @@ class Run:
 
     def _settle(self, before: dict[str, Any]) -> dict[str, Any]:
         """Wait for what takes its time; return the system's condition before and after."""
-        for caller in (*self._callers.values(), self._wrong):
-            caller.close()
+        self._hang_up()
+        occupied = health.occupied(self._system, RELEASE_S)
         left = health.until_clean(self._system, SETTLE_S)
-        return {"before": before, "after": self._condition(), "left_over": left}
+        after = self._condition()
+        return {"before": before, "after": after, "occupied": occupied, "left_over": left}
 
     def _judge(self, kept: dict[tuple[int, str], KeptEntries], after: dict[str, Any]) -> Outcome:
         judge = Judge(load_model(ModelConfig(path=self._model)), self._documents, kept)

@@ -14,6 +14,7 @@ import httpx
 import psutil
 from redis.exceptions import RedisError
 
+from criticalkv.services.bench.cancelled_calls import running_calls
 from criticalkv.services.chaos.slope import Slope, slope
 from criticalkv.services.chaos.system import REPLICAS, System
 from criticalkv.services.store import keys
@@ -121,12 +122,31 @@ def until_idle(system: System, limit_s: float) -> float | None:
     return None
 
 
+def occupied(system: System, limit_s: float) -> dict[str, float | None]:
+    """Wait until nothing is occupied by requests; return what is, None = it does not say."""
+    begun = time.monotonic()
+    while True:
+        found = {**_decode_load(system), "store running calls": _running_calls(system)}
+        if time.monotonic() - begun > limit_s or not any(found.values()):
+            return found
+        time.sleep(POLL_S)
+
+
+def _decode_load(system: System) -> dict[str, float | None]:
+    said = system.decode_load() or {}
+    return {f"decode {name}": said.get(name) for name in ("running", "waiting")}
+
+
+def _running_calls(system: System) -> float | None:
+    try:
+        return running_calls(system.config.store.metrics_port)
+    except OSError:
+        return None
+
+
 def descriptors(system: System) -> dict[str, int]:
-    """Return the most open file descriptors of a process, by role."""
-    most: dict[str, int] = {}
-    for sample in measure(system, 0.0):
-        most[sample.role] = max(most.get(sample.role, 0), sample.fds)
-    return most
+    """Return the open file descriptors of every process, by role and pid."""
+    return {f"{sample.role}:{sample.pid}": sample.fds for sample in measure(system, 0.0)}
 
 
 def connections(system: System) -> int:

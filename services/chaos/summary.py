@@ -9,28 +9,40 @@ from typing import Any
 import numpy as np
 
 from criticalkv.services.bench.report import Report
-from criticalkv.services.chaos.check import Finding, Findings
+from criticalkv.services.chaos.check import TEMPORARY, Finding, Findings
 from criticalkv.services.chaos.history import Event, Record, counted
+from criticalkv.services.chaos.limits import (
+    ANSWERED_FLOOR,
+    CALM_ANSWERED_FLOOR,
+    CALM_TEMPORARY_LIMIT,
+    DEADLINE_S,
+    EXEMPT_LIMIT,
+    IDLE_LIMIT_S,
+    MARGIN_S,
+    RECOVERY_GOAL_S,
+    RECOVERY_LIMIT_S,
+    SLOPE_LIMIT,
+    broken,
+    compared,
+)
 from criticalkv.services.chaos.slope import Slope
 
 FULL_RUN = 10_000
-DEADLINE_S = 30.0
-MARGIN_S = 3.0
-IDLE_LIMIT_S = 2.0
-RECOVERY_LIMIT_S = 10.0
-SLOPE_LIMIT = 8.0
 SHOWN = 50
-POOLED = 80  # descriptors and connections that full pools keep open
 MEANING = {
     "requests": "requests sent, probes included",
     "wrong": "requests whose answer or status is not the right one; 0 is the goal",
     "late": f"requests that ended later than {DEADLINE_S + MARGIN_S:.0f} s; 0 is the goal",
     "silent_ends": "requests that ended without [DONE] and finish_reason, a body or an error; "
     "0 is the goal",
-    "exempt_share": "answers not judged (near-ties) / answers; 0.02 is the limit",
-    "answered_share": "valid requests that got their answer / valid requests; higher is better",
+    "exempt_share": f"answers not judged (near-ties) / answers; {EXEMPT_LIMIT} is the limit",
+    "answered_share": "valid requests that got their answer / valid requests; at least "
+    f"{ANSWERED_FLOOR}, and {CALM_ANSWERED_FLOOR} if nothing is injected",
+    "temporary_share": "requests that got an error after which they may succeed (429, 503, 504) / "
+    f"requests; {CALM_TEMPORARY_LIMIT} is the limit if nothing is injected",
     "slowest_recovery_s": "longest time from a kill until the service answered again, seconds; "
-    f"{RECOVERY_LIMIT_S:.0f} is the limit",
+    f"{RECOVERY_GOAL_S:.0f} is the goal, {RECOVERY_LIMIT_S:.0f} the limit",
+    "recovery_goal_met": f"1 = no recovery took longer than {RECOVERY_GOAL_S:.0f} s, 0 = one did",
     "idle_after_s": f"from the load's end until nothing is in flight, seconds; {IDLE_LIMIT_S:.0f} "
     "is the limit",
     "orphan_bytes": "payload bytes that nothing accounts for after TTL and grace; 0 is the goal",
@@ -44,7 +56,8 @@ class Measured:
 
     Attributes:
         options, settings: of the run and of the service.
-        condition: descriptors and connections before and after, and what was left over.
+        condition: descriptors and connections before and after, what was occupied after
+            the load, and what was left over.
         idle_after_s: from the load's end until nothing was in flight; None = too long.
         load_s: how long the load lasted.
         paced_per_s: requests per second of a soak; None = a closed loop.
@@ -88,7 +101,8 @@ def summarize(measured: Measured) -> Report:
 def _headline(measured: Measured) -> dict[str, float | None]:
     findings, records = measured.findings, measured.records
     answers = [r for r in records if r.expects == "answer" and not r.cut]
-    recoveries = [e.recovery_s for e in measured.events if e.by == "kill"]
+    kills = [e for e in measured.events if e.by == "kill"]
+    slowest = max((e.recovery_s for e in kills if e.recovery_s is not None), default=None)
     slopes = [s.mib_per_hour for s in measured.slopes.values() if s.mib_per_hour is not None]
     exempt = sum(findings.exempt.values())
     return {
@@ -98,11 +112,19 @@ def _headline(measured: Measured) -> dict[str, float | None]:
         "silent_ends": findings.count("silent"),
         "exempt_share": exempt / max(1, exempt + findings.judged),
         "answered_share": sum(r.answered for r in answers) / max(1, len(answers)),
-        "slowest_recovery_s": max((r for r in recoveries if r is not None), default=None),
+        "temporary_share": sum(r.code in TEMPORARY for r in records) / max(1, len(records)),
+        "slowest_recovery_s": slowest,
+        "recovery_goal_met": _goal_met(kills),
         "idle_after_s": measured.idle_after_s,
         "orphan_bytes": measured.condition["left_over"]["bytes"],
         "largest_rss_slope_mib_per_hour": max(slopes, default=None),
     }
+
+
+def _goal_met(kills: Sequence[Event]) -> float | None:
+    if not kills:
+        return None
+    return float(all(e.recovery_s is not None and e.recovery_s <= RECOVERY_GOAL_S for e in kills))
 
 
 def _details(measured: Measured) -> dict[str, Any]:
@@ -121,9 +143,19 @@ def _details(measured: Measured) -> dict[str, Any]:
         "faults": dict(measured.faults),
         "latency_s": _percentiles([r.seconds for r in records if r.answered]),
         "condition": dict(measured.condition),
+        "not_judged": _not_judged(measured.condition),
         "memory_mib": measured.memory,
         "rss_slopes": {name: asdict(one) for name, one in measured.slopes.items()},
     }
+
+
+def _not_judged(condition: Mapping[str, Any]) -> list[str]:
+    """Return what could not be compared: processes that were restarted, or did not answer."""
+    before, after = condition["before"], condition["after"]
+    names = compared(before, after)
+    new = [name for name in after["descriptors"] if name not in names]
+    silent = [name for name, count in condition["occupied"].items() if count is None]
+    return [f"descriptors of {name}" for name in new if not name.startswith("valkey:")] + silent
 
 
 def _shown(finding: Finding, records: Sequence[Record]) -> dict[str, Any]:
@@ -134,45 +166,3 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
     if not seconds:
         return {}
     return {f"p{p}": round(float(np.percentile(seconds, p)), 4) for p in (50, 90, 99, 100)}
-
-
-def broken(report: Report, findings: Findings) -> list[str]:
-    """Return what does not hold, in words."""
-    head, out = report.headline, []
-    for rule, key in (("wrong", "wrong"), ("late", "late"), ("silent", "silent_ends")):
-        if head[key]:
-            first = next(f for f in findings.broken if f.rule == rule)
-            out.append(f"{head[key]:.0f} {key}; the first: request {first.record}, {first.why}")
-    idle = head["idle_after_s"]
-    if idle is None or idle > IDLE_LIMIT_S:
-        out.append(f"requests were in flight for longer than {IDLE_LIMIT_S:.0f} s")
-    away = [e for e in report.samples["events"] if e["by"] == "kill" and e["until"] is None]
-    out += [f"the service did not come back after {e['what']} was killed" for e in away]
-    if report.details["options"]["soak_minutes"]:
-        out += _growth(report.details["rss_slopes"])
-    condition = report.details["condition"]
-    out += _leaks(condition["before"], condition["after"])
-    left = condition["left_over"]
-    if left["bytes"] or left["books_differ_by"]:
-        out.append(f"left over after {left['seconds']} s: {left}")
-    return out
-
-
-def _growth(slopes: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the processes that grow; one that cannot be judged is none of them."""
-    judged = {name: one["mib_per_hour"] for name, one in slopes.items()}
-    return [
-        f"{name} grows by {value:.1f} MiB per hour"
-        for name, value in judged.items()
-        if value is not None and value > SLOPE_LIMIT
-    ]
-
-
-def _leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return what is open now and was not; pools have filled, within their size."""
-    grown = {
-        f"descriptors of {role}": count - before["descriptors"].get(role, 0)
-        for role, count in after["descriptors"].items()
-    }
-    grown["connections to Redis"] = after["connections"] - before["connections"]
-    return [f"{name} grew by {count}" for name, count in grown.items() if count > POOLED]

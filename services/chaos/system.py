@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -24,6 +25,7 @@ import psutil
 import redis
 import yaml
 
+from criticalkv.services.chaos import decode_load
 from criticalkv.services.store.process import StoreProcess
 from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.config import Config, load_config
@@ -36,11 +38,13 @@ STOP_S = 90.0
 WATCH_S = 0.1
 REDIS_S = 10.0
 VALKEY_BYTES = 256 << 20
-# The command itself, which ends with the process that started it.
+# The command itself, which ends with the process that started it, and tells decode's load.
 SERVE = """
-import signal
+import os, pathlib, signal
+from criticalkv.services.chaos.decode_load import answer_signals
 from criticalkv.services.store.valkey import die_with_parent
 die_with_parent(signal.SIGTERM)
+answer_signals(pathlib.Path(os.environ.pop("CHAOS_DECODE_LOAD")))
 from criticalkv.services.cli import main
 main()
 """
@@ -127,7 +131,17 @@ class System:
             return [self._valkey.process.pid]
         if role == "store":
             return [self._store.process.pid]
-        return [p.pid for p in self._below() if _command(p).endswith(f":criticalkv:{role}")]
+        # While it works, Ray adds the method to a replica's title.
+        title = re.compile(rf":criticalkv:{role}\b")
+        return [p.pid for p in self._below() if title.search(_command(p))]
+
+    def decode_load(self) -> dict[str, float] | None:
+        """Return decode's running and waiting sequences; None if it does not say."""
+        return decode_load.ask(self.serve.pid, self._decode_load)
+
+    @property
+    def _decode_load(self) -> Path:
+        return self.folder / "decode-load.json"
 
     def kill(self, role: str, which: int) -> bool:
         """End one process of a role as kill -9 does; False if there is none."""
@@ -160,6 +174,7 @@ class System:
             "store": {
                 "address": f"127.0.0.1:{_free_port()}",
                 "redis_url": f"unix://{self._socket}",
+                "metrics_port": _free_port(),
             },
         }
         merged = {
@@ -219,6 +234,7 @@ class System:
                 ],
                 stdout=log,
                 stderr=log,
+                env={**os.environ, "CHAOS_DECODE_LOAD": str(self._decode_load)},
             )
         deadline = time.monotonic() + START_S
         while b"CriticalKV is up" not in (text := (self.folder / "serve.log").read_bytes()):

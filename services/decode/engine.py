@@ -258,7 +258,7 @@ class DecodeEngine:
 
     def _close(self, sequence: Sequence) -> None:
         """Publish a finished turn and say so."""
-        node_id, stored, error = None, 0, None
+        node_id, stored, error, code = None, 0, None, None
         # A turn that was cancelled before its first step has no KV to publish.
         if sequence.request.publish and sequence.published_tokens:
             try:
@@ -266,11 +266,15 @@ class DecodeEngine:
                 node_id, stored = self._publication.publish(
                     sequence, lambda: self._check_open(sequence)
                 )
+            except WorkerLostError as lost:  # another worker can still publish it
+                self._fail(sequence, lost)
+                return
             except Exception as failure:
                 # The answer is good; only its reuse is lost, and the client is told.
                 log.warning("turn %s not published", sequence.request.request_id, exc_info=True)
                 known = isinstance(failure, CriticalKVError)
                 error = str(failure) if known else f"publishing failed: {type(failure).__name__}"
+                code = failure.code if isinstance(failure, CriticalKVError) else None
         used = 1.0 - (self._pages.free + self._residents.unused_pages) / self._pages.total
         if not self._end(sequence) or sequence.failed.is_set():
             return
@@ -287,6 +291,7 @@ class DecodeEngine:
                 view=sequence.chain.view,
                 stored_bytes=stored,
                 publish_error=error,
+                publish_code=code,
                 decode_ms=1e3 * (time.perf_counter() - sequence.started),
                 question_ms=1e3 * spent.question_s,
                 batch_size=spent.members / spent.steps if spent.steps else 0.0,

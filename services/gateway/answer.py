@@ -5,6 +5,7 @@ A live turn and a replayed answer give the same events. Knows nothing of HTTP.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -33,11 +34,16 @@ class Said:
 
 @dataclass(frozen=True)
 class Finished:
-    """A choice is over and stored, unless its extension says otherwise."""
+    """A choice is over and stored, unless its extension says otherwise.
+
+    Attributes:
+        at: when it ended, seconds since 1970.
+    """
 
     index: int
     reason: str
     extension: dict[str, Any]
+    at: int = field(default_factory=lambda: int(time.time()))
 
 
 ReplyEvent = Opened | Said | Finished
@@ -88,6 +94,11 @@ class Collector:
         """Whether every choice is finished."""
         return len(self._finished) == self.reply.choices
 
+    def kept(self) -> ChatCompletion:
+        """Return the whole answer as `StoredReply` takes it: also when it ended."""
+        ended = max(event.at for event in self._finished.values())
+        return self.completion().model_copy(update={"completed_at": ended})
+
     def completion(self) -> ChatCompletion:
         """Return the whole answer."""
         return ChatCompletion.model_validate(
@@ -135,13 +146,15 @@ class StoredReply:
 
     async def events(self) -> AsyncGenerator[ReplyEvent, None]:
         """Yield the answer in one piece per choice."""
+        # What an older version kept does not say when it ended.
+        at = (self._completion.model_extra or {}).get("completed_at", self.created)
         for choice in self._completion.choices:
             fields = choice.model_dump(exclude_unset=True)
             extension = fields["criticalkv"]
             yield Opened(choice.index, extension["handle"])
             logprobs = (fields.get("logprobs") or {}).get("content") or ()
             yield Said(choice.index, choice.message.content or "", tuple(logprobs))
-            yield Finished(choice.index, choice.finish_reason, extension)
+            yield Finished(choice.index, choice.finish_reason, extension, at)
 
 
 def chunk(reply: Reply, event: ReplyEvent, *, usage_later: bool) -> ChatCompletionChunk:

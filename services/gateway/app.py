@@ -182,6 +182,7 @@ def _add_responses(app: FastAPI, core: GatewayCore, idempotency: Idempotency) ->
 
     @app.get("/v1/responses/{handle}")
     async def get(request: Request, handle: str) -> Response:
+        _check_not_streamed(request)
         return JSONResponse(await responses.get(_tenant(request), handle))
 
     @app.delete("/v1/responses/{handle}")
@@ -367,6 +368,11 @@ def _list_limit(request: Request) -> int:
     if not (text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= MAX_LISTED):
         raise InvalidRequestError(f"limit: 1 to {MAX_LISTED}", param="limit")
     return int(text)
+
+
+def _check_not_streamed(request: Request) -> None:
+    if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+        raise InvalidRequestError("stream: a stored response is not streamed", param="stream")
 
 
 def _path(scope: Scope) -> str:

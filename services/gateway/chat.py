@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.answer import Finished, Opened, ReplyEvent, Said, logprob_fields
 from criticalkv.services.gateway.auth import Tenant
 from criticalkv.services.gateway.choices import Choices
@@ -29,6 +30,7 @@ from criticalkv.shared.errors import (
     CriticalKVError,
     IdempotencyConflictError,
     InvalidRequestError,
+    NodeMissingError,
 )
 from criticalkv.shared.identity import NodeId, tenant_salt
 from criticalkv.shared.model.chat import Message, Part
@@ -53,9 +55,10 @@ class Base:
     salt: str
     node_id: str | None = None
     first_policy: str | None = None
+    handle: str | None = None
 
 
-def base_after(tenant: Tenant, ext: Extension, meta: Metadata, node_id: NodeId) -> Base:
+def base_after(tenant: Tenant, ext: Extension, meta: Metadata, handle: pb.Handle) -> Base:
     """Return where a stored conversation stands.
 
     Raises:
@@ -66,7 +69,7 @@ def base_after(tenant: Tenant, ext: Extension, meta: Metadata, node_id: NodeId) 
             "criticalkv.cache_salt differs from the context's", param="criticalkv.cache_salt"
         )
     first, policy = ext.first(meta.first_policy or None), ext.policy or meta.policy
-    return Base(meta.transcript, policy, meta.salt, node_id, first)
+    return Base(meta.transcript, policy, meta.salt, handle.node_id, first, handle.handle)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class Chat:
             first = ext.first(core.config.eviction.first_policy)
             return Base(core.transcript(policy, salt), policy, salt, first_policy=first)
         handle = await core.resolve(tenant, ext.context_id)
-        return base_after(tenant, ext, core.metadata(handle.metadata), handle.node_id)
+        return base_after(tenant, ext, core.metadata(handle.metadata), handle)
 
     def _render(
         self, request: ChatRequest, messages: list[Message], base: Base
@@ -315,9 +318,12 @@ class Turn:
 
         Raises:
             IdempotencyConflictError: if the handle is bound to another node.
+            ContextNotFoundError: if what the turn stands on has been deleted.
         """
         if not self._keeping.stored:
             return None
+        if end.publish_code == NodeMissingError.code and await self._context_is_gone():
+            raise ContextNotFoundError("the context was deleted while the answer was generated")
         if end.node_id is None or end.publish_error is not None:
             return end.publish_error or "the turn was not stored"
         text = "".join(self._texts[index])
@@ -348,6 +354,16 @@ class Turn:
         await self._alias(after.digest, end.node_id, end.view)
         self._fold(index, end.node_id, end, after)
         return None
+
+    async def _context_is_gone(self) -> bool:
+        """Whether the handle that the request went on from has been deleted meanwhile."""
+        if self._base.handle is None:
+            return False
+        try:
+            await self._core.resolve(self._tenant, self._base.handle)
+        except ContextNotFoundError:
+            return True
+        return False
 
     def _fold(self, index: int, leaf: str, end: DecodeEnd, after: Transcript) -> None:
         if index:  # one fold per turn: choices are alternatives, most of them never taken up

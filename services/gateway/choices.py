@@ -60,6 +60,8 @@ class Losses:
 
     def allow(self, error: CriticalKVError) -> bool:
         """Count what was lost; return whether to go on."""
+        if isinstance(error, OverloadedError):  # nothing is lost; the deadline bounds the waiting
+            return True
         if isinstance(error, NodeMissingError):
             self.contexts += 1
             return self.contexts <= MAX_LOST_CONTEXTS
@@ -146,7 +148,7 @@ class Choices:
             error = await self._attempt(request, [choice])
             if error is None:
                 return
-            await self._recover(error, losses)
+            await self._recover(error, losses, request.view)
 
     def _rest_of(self, choice: int) -> DecodeRequest:
         """Return the request for what is left of a choice, at the view that was told."""
@@ -186,14 +188,19 @@ class Choices:
         except (NodeMissingError, WorkerLostError) as error:
             return error
         except OverloadedError as error:  # who is left has the lost one's work, too
-            if not request.emitted:
+            if not any(told.anything for told in self._told):
                 raise
             return error
         # An end without all its events must not look like an answer.
         return WorkerLostError("the worker stopped in the middle of the answer")
 
-    async def _recover(self, error: CriticalKVError, losses: Losses) -> None:
+    async def _recover(
+        self, error: CriticalKVError, losses: Losses, view: Sequence[str] = ()
+    ) -> None:
         """Make another attempt possible.
+
+        Args:
+            view: tiers that the chain has to be read at again; empty = any.
 
         Raises:
             CriticalKVError: the loss itself, if there were too many.
@@ -203,17 +210,17 @@ class Choices:
         log.warning("decode of a turn was lost (%s); it goes on elsewhere", type(error).__name__)
         if isinstance(error, NodeMissingError):
             async with self._restoring:  # choices that go on by themselves lose it together
-                await self._restore(error)
+                await self._restore(error, view)
         elif losses.workers > 1 or isinstance(error, OverloadedError):
             await self._deadline.bound(asyncio.sleep(error.retry_after_s or PAUSE_S))
 
     async def _put(self, event: Event | Exception) -> None:
         await self._queue.put((event, time.perf_counter()))
 
-    async def _restore(self, error: NodeMissingError) -> None:
+    async def _restore(self, error: NodeMissingError, view: Sequence[str]) -> None:
         if self.plan.parent is None:
             raise error
-        self.plan = await self._planner.restore(self.plan, self._deadline)
+        self.plan = await self._planner.restore(self.plan, self._deadline, view)
 
 
 def _first(failed: BaseExceptionGroup[Exception]) -> Exception:

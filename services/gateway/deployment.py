@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
 
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
-from criticalkv.services.gateway.ray_workers import RayWorkers
+from criticalkv.services.gateway.ray_workers import POLL_S, RayWorkers
 from criticalkv.shared.config import Config
 from criticalkv.shared.model.spec import load_spec, load_tokenizer
 from criticalkv.shared.store_client import StoreClient
+
+LAST_WORDS_S = 2.0
 
 
 class Gateway:
@@ -36,6 +40,10 @@ class Gateway:
         Called before the application is deleted: after that nobody could tell the clients.
         """
         await self._workers.drain(grace_s)
+        with suppress(TimeoutError):  # the last words are on their way to the clients
+            async with asyncio.timeout(LAST_WORDS_S):
+                while self._core.metrics.in_progress:
+                    await asyncio.sleep(POLL_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve in the replica, after the constructor."""

@@ -1,4 +1,4 @@
-"""What stands next to the socket: request ids, and an end for clients that do not read.
+"""What stands next to the socket: request ids, when to retry, an end for who does not read.
 
 Wraps the gateway's app where uvicorn runs it. With Ray Serve it also wraps Serve's HTTP
 proxy, which otherwise takes an answer from the gateway as fast as it comes, whatever its
@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -19,6 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from criticalkv.services.gateway import request_id
 
 MAX_HEADER_BYTES = 64 * 1024
+PIECE_BYTES = 64 * 1024
+"""What a client must have made room for within the timeout; a long body is many of these."""
+RETRY_LATER = (429, 503)
 WRITE_TIMEOUT_VARIABLE = "CRITICALKV_EDGE_WRITE_TIMEOUT_S"
 """How the proxy's process learns `gateway.write_timeout_s`."""
 PROXY_CALLBACK = "criticalkv.services.gateway.edge:proxy_middlewares"
@@ -34,9 +38,11 @@ class SlowReaderError(ConnectionError):
 class Edge:
     """ASGI middleware: every answer carries its request's id, and none waits for a reader long.
 
+    Whoever is to come back later is told when, whoever refused: Ray Serve does not say.
+
     Args:
         app: what is wrapped.
-        write_timeout_s: within which a client must make room for more of its answer.
+        write_timeout_s: within which a client must make room for 64 KiB more of its answer.
     """
 
     def __init__(self, app: ASGIApp, write_timeout_s: float) -> None:
@@ -76,14 +82,21 @@ class _Writer:
         if self._is_cut:
             raise SlowReaderError("the connection has been cut")
         if message["type"] == "http.response.start":
-            headers = request_id.put(list(message.get("headers", [])), self._name)
+            headers = request_id.put(_with_retry_after(message), self._name)
             message = {**message, "headers": headers}
+        for piece in _pieces(message):
+            if not await self._sent(piece):
+                return
+
+    async def _sent(self, message: Message) -> bool:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._send(message)
         except TimeoutError:
             log.warning("request %s: its client does not read", self._name.decode())
             self._cut()
+            return False
+        return True
 
     async def refuse(self) -> None:
         """Answer that the headers are too large."""
@@ -103,6 +116,23 @@ class _Writer:
             return
         self._is_cut = True
         raise SlowReaderError("the client does not read")
+
+
+def _with_retry_after(start: Message) -> list[tuple[bytes, bytes]]:
+    headers = list(start.get("headers", []))
+    is_said = any(name.lower() == b"retry-after" for name, _ in headers)
+    if start["status"] in RETRY_LATER and not is_said:
+        headers.append((b"retry-after", b"1"))
+    return headers
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """Yield a message, or a long body's pieces: a timeout of the whole would ask for a speed."""
+    body = message.get("body", b"")
+    last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
+    for start in range(0, last, PIECE_BYTES):
+        yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": True}
+    yield {**message, "body": body[last:]} if last else message
 
 
 def proxy_middlewares() -> list[Middleware]:

@@ -26,8 +26,8 @@ from criticalkv.shared.identity import canonical_digest
 MAX_KEY_CHARS = 256
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-LEASE_MS = 30_000
-RENEW_S = 10.0  # a lease is short, so that a gateway's death does not block the key for long
+LEASE_MS = 15_000
+RENEW_S = 5.0  # a lease is short, so that a gateway's death does not block the key for long
 POLL_S = (0.05, 1.0)
 # How an answer is delivered is not what is asked.
 _DELIVERY = ("stream", "stream_options")
@@ -168,7 +168,7 @@ class _Recorded:
                     collector.add(event)
                     if collector.complete and not self._done:
                         self._done = True
-                        await self._finish(_pack(collector.completion()))
+                        await self._finish(_pack(collector.kept()))
                     yield event
         finally:
             await self.aclose()

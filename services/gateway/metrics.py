@@ -143,6 +143,11 @@ class Metrics:
         for kind, count in (("prompt", prompt), ("cached", cached), ("generated", generated)):
             self._tokens.labels(kind).inc(count)
 
+    @property
+    def in_progress(self) -> bool:
+        """Whether requests are in progress."""
+        return bool(self.registry.get_sample_value(_PREFIX + "running"))
+
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self.registry)

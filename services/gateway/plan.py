@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -215,10 +215,16 @@ class Planner:
         ids = await self._restorer.tokens(leaf)
         return await self._stored(None, ids, want.settled, Spent(), deadline, made)
 
-    async def restore(self, plan: Plan, deadline: Deadline) -> Plan:
-        """Rebuild the chain of a plan whose KV was lost meanwhile."""
+    async def restore(self, plan: Plan, deadline: Deadline, view: Sequence[str] = ()) -> Plan:
+        """Rebuild the chain of a plan whose KV was lost meanwhile.
+
+        Args:
+            view: exact tier that each node of the chain must have, root first; empty = any.
+        """
         assert plan.parent is not None
-        parent, done = await self._restorer.restore(plan.parent.id, deadline, tenant=plan.tenant)
+        parent, done = await self._restorer.restore(
+            plan.parent.id, deadline, tenant=plan.tenant, view=view
+        )
         spent = Spent([*plan.spent.results, *done])
         return Plan(parent, plan.token_ids, spent, tenant=plan.tenant)
 

@@ -16,8 +16,8 @@ from criticalkv.shared.errors import LeaseLostError, NodeMissingError, Overloade
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
-LEASE_MS = 60_000
-RENEW_S = 20.0  # a lease is short, so that a gateway's death blocks nobody for long
+LEASE_MS = 15_000
+RENEW_S = 5.0  # a lease is short, so that a gateway's death blocks nobody for long
 POLL_S = (0.02, 0.5)  # first and longest pause of a waiter
 ATTEMPTS = 2
 

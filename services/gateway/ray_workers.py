@@ -51,7 +51,7 @@ class RayWorkers:
     def __init__(self, prefill: Any, decode: Any) -> None:
         self._prefill = prefill
         self._decode = decode.options(stream=True)
-        self._streams: set[Any] = set()
+        self._calls: set[Any] = set()
         self._is_draining = False
 
     async def drain(self, grace_s: float) -> None:
@@ -62,29 +62,33 @@ class RayWorkers:
         self._is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while self._streams:
+                while self._calls:
                     await asyncio.sleep(POLL_S)
-        for response in self._streams:
+        for response in self._calls:
             response.cancel()
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute and publish one node; a cancelled call stops the worker."""
         self._check_open()
         response = self._prefill.run.remote(request)
+        self._calls.add(response)
         try:
             result: PrefillResult = await response
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             response.cancel()
+            _check_cancelled(error)
             raise
         except Exception as error:
             raise unwrap(error) from error
+        finally:
+            self._calls.discard(response)
         return result
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Event, None]:
         """Generate a turn; closing the generator stops the worker."""
         self._check_open()
         response = self._decode.generate.remote(request)
-        self._streams.add(response)
+        self._calls.add(response)
         try:
             async for event in response:
                 yield event
@@ -93,18 +97,23 @@ class RayWorkers:
             raise
         except asyncio.CancelledError as error:
             response.cancel()
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise CancelledError(STOPPING) from error  # cancelled by `drain`, not by who reads
+            _check_cancelled(error)
+            raise
         except Exception as error:
             raise unwrap(error) from error
         finally:
-            self._streams.discard(response)
+            self._calls.discard(response)
 
     def _check_open(self) -> None:
         if self._is_draining:
             raise WorkerLostError(STOPPING, retry_after_s=1.0)
+
+
+def _check_cancelled(error: asyncio.CancelledError) -> None:
+    """Tell a call that `drain` cancelled from one whose caller left."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        raise CancelledError(STOPPING) from error
 
 
 def unwrap(error: Exception) -> Exception:

@@ -6,7 +6,6 @@ Knows nothing of HTTP. A response has one choice, hence one output item with one
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -63,17 +62,20 @@ def usage_fields(usage: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def finished_fields(handle: str, text: str, reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+def finished_fields(
+    handle: str, text: str, reason: str, at: int, usage: dict[str, Any]
+) -> dict[str, Any]:
     """Return what an ended response has more than one in progress.
 
     Args:
         handle: the response's id.
         text: of the answer.
         reason: why the turn ended.
+        at: when, seconds since 1970.
         usage: of a chat completion.
     """
     status, details = _ENDS[reason]
-    done = {} if details else {"completed_at": int(time.time())}
+    done = {} if details else {"completed_at": at}
     return {
         **done,
         "status": status,
@@ -153,7 +155,7 @@ class Shape:
 
     def _finished(self, ended: Finished) -> dict[str, Any]:
         text = "".join(self._texts)
-        fields = finished_fields(self.reply.id, text, ended.reason, self.reply.usage)
+        fields = finished_fields(self.reply.id, text, ended.reason, ended.at, self.reply.usage)
         return self._object(**fields, criticalkv=ended.extension)
 
     def _object(self, **fields: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -163,7 +164,7 @@ class Responses:
             return Before(None, [*_instructions(request), *asked], said)
         param = "previous_response_id" if request.previous_response_id else "criticalkv.context_id"
         found, meta = await self._resolve(tenant, request.base_id, param)
-        base = base_after(tenant, request.criticalkv, meta, found.node_id)
+        base = base_after(tenant, request.criticalkv, meta, found)
         known = Kept.decode(meta.response).messages
         history = None if known is None else [*known, *said]
         if meta.instructions == _digest(request.instructions):
@@ -196,7 +197,7 @@ class _Completion:
     ) -> Metadata:
         answer = Message("assistant", (Part(text),))
         messages = None if self.history is None else [*self.history, answer]
-        finished = finished_fields(self.handle, text, end.finish_reason, usage)
+        finished = finished_fields(self.handle, text, end.finish_reason, int(time.time()), usage)
         kept = Kept({**echo(self.request), **finished}, messages)
         for less in kept.shorter():
             instructions, response = _digest(self.request.instructions), less.encode()

@@ -65,6 +65,7 @@ class Restorer:
         deadline: Deadline,
         at_least: str | None = None,
         tenant: str = "",
+        view: Sequence[str] = (),
     ) -> tuple[Node, list[PrefillResult]]:
         """Return the node with its whole chain present; and what had to be computed.
 
@@ -73,19 +74,20 @@ class Restorer:
             deadline: for all of it.
             at_least: tier that every compressed node must be stored at; None = any.
             tenant: digest of whose quota the nodes count against.
+            view: exact tier that each node of the chain must have, root first; empty = any.
 
         Raises:
             ContextExpiredError: if a token record that is needed is gone, too, or no
                 prefill brings a tier back that a lost node was computed from.
         """
-        node = await self._intact(node_id, at_least)
+        node = await self._intact(node_id, at_least, view)
         if node is not None:
             return node, []
         records = await self._records(node_id)
         stats = await self._store.stat([r.identity.node_id for r in records])
         done = []
         for record, stat, read in zip(
-            records, stats, _tiers_read(records, stats, at_least), strict=True
+            records, stats, _tiers_read(records, stats, at_least, view), strict=True
         ):
             if _is_usable(stat, read, at_least):
                 continue
@@ -113,12 +115,16 @@ class Restorer:
                 return tier
         raise _expired()
 
-    async def _intact(self, node_id: NodeId, at_least: str | None) -> Node | None:
+    async def _intact(
+        self, node_id: NodeId, at_least: str | None, view: Sequence[str]
+    ) -> Node | None:
         try:
             node = await read_node(self._store, node_id)
         except NodeMissingError:
             return None
-        return node if all(enough(tiers, at_least) for tiers in node.chain_tiers) else None
+        has_view = all(tier in tiers for tiers, tier in zip(node.chain_tiers, view, strict=False))
+        is_enough = all(enough(tiers, at_least) for tiers in node.chain_tiers)
+        return node if has_view and is_enough else None
 
     async def _records(self, node_id: NodeId) -> list[TokenRecord]:
         """Return the records of a chain, root first."""
@@ -145,10 +151,16 @@ class Restorer:
 
 
 def _tiers_read(
-    records: Sequence[TokenRecord], stats: Sequence[pb.NodeStat], at_least: str | None
+    records: Sequence[TokenRecord],
+    stats: Sequence[pb.NodeStat],
+    at_least: str | None,
+    view: Sequence[str],
 ) -> list[set[str]]:
-    """Return the tiers of each node that descendants to be recomputed were read at."""
-    read: list[set[str]] = [set() for _ in records]
+    """Return the tiers of each node that are needed.
+
+    By who reads the chain at `view`, and by descendants that are to be recomputed.
+    """
+    read = [{tier} for tier in view] or [set[str]() for _ in records]
     for i in reversed(range(len(records))):
         if not _is_usable(stats[i], read[i], at_least):
             for tiers, tier in zip(read, records[i].identity.view, strict=False):

@@ -5,6 +5,7 @@ They live in Redis, so any number of store servers agree. Knows no manifests.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ class Books:
 
     async def begin(self, member: str, lease_ms: int) -> bool:
         """Open an account for an attempt; False if there is one already."""
-        return bool(await self._run(scripts.BOOK_BEGIN, member, lease_ms))
+        return bool(await self._run(scripts.BOOK_BEGIN, member, lease_ms, secrets.token_hex(8)))
 
     async def admit(self, member: str, tenant: str, max_nodes: int) -> int:
         """Count an attempt against its tenant.
@@ -93,7 +94,7 @@ class Books:
         return int(await self._run(scripts.BOOK_ADMIT, member, node_id, tenant, max_nodes))
 
     async def reserve(self, member: str, nbytes: int, own_limit: int = 0) -> tuple[int, int]:
-        """Reserve bytes, unless they are too many.
+        """Have an attempt hold `nbytes` altogether, unless they are too many.
 
         Args:
             own_limit: bytes that all attempts of the same tenant may hold; 0 = any.
@@ -129,9 +130,13 @@ class Books:
         """Strike an attempt off; return the bytes that it held."""
         return int(await self._run(scripts.BOOK_RELEASE, member))
 
-    async def trash(self, member: str, delay_ms: int) -> None:
-        """Have the janitor unlink an attempt that no manifest names after `delay_ms`."""
-        await self._run(scripts.BOOK_TRASH, member, delay_ms)
+    async def trash(self, member: str, delay_ms: int, count: int = 0) -> None:
+        """Have the janitor unlink an attempt that no manifest names after `delay_ms`.
+
+        Args:
+            count: its segments, in case it was never booked; 0 = not known.
+        """
+        await self._run(scripts.BOOK_TRASH, member, delay_ms, count)
 
     async def keep(self, member: str) -> None:
         """Undo `trash`."""
@@ -145,6 +150,10 @@ class Books:
         """How full the store is."""
         total, freeing, now_us = await self._run(scripts.BOOK_STATE)
         return State(int(total), int(freeing), int(now_us))
+
+    async def goes(self, tenant: str) -> bool:
+        """Whether anything of a tenant's is on its way out."""
+        return bool(await self._run(scripts.BOOK_GOES, tenant))
 
     async def recount(self, interval_ms: int) -> None:
         """Correct all sums, unless some server did so within the interval."""
@@ -188,14 +197,16 @@ class Books:
 
     # --------------------------------------------------- order of sacrifice
 
-    async def use(self, node_id: str, worth: Worth) -> None:
-        """Note a read of a node and its new worth."""
-        await self._run(scripts.BOOK_USE, node_id, repr(self._value(worth)), self.order.clock)
+    async def use(self, node_id: str, worth: Worth) -> bool:
+        """Note a read of a node and its new worth; False if the books do not list it."""
+        value = (repr(self._value(worth)), self.order.clock)
+        return bool(await self._run(scripts.BOOK_USE, node_id, *value))
 
     async def shrunk(self, node_id: str, old: Worth, new: Worth, *, tall: bool) -> None:
         """Note a node's new size; `tall` as in `publish`."""
         difference = self._value(new) - self._value(old)
-        await self._run(scripts.BOOK_REVALUE, node_id, repr(difference), int(tall))
+        word = secrets.token_hex(8)
+        await self._run(scripts.BOOK_REVALUE, node_id, repr(difference), int(tall), word)
 
     async def forget(self, node_id: str, *, sacrificed: bool = False) -> None:
         """Take a node out of the order of sacrifice.

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from weakref import WeakValueDictionary
 
 from criticalkv.services.store.books import Books
 from criticalkv.services.store.janitor import Janitor
@@ -43,6 +44,7 @@ YOUNG_S = 5.0
 REST_S = 5.0
 """Pause of the background after a round in which nothing could go."""
 Step = Callable[[str], Awaitable[tuple[str, int]]]
+Reserve = Callable[[], Awaitable[tuple[int, int]]]
 
 
 class Evictor:
@@ -60,7 +62,8 @@ class Evictor:
         self._low = int(config.low_watermark * books.limit_bytes)
         self._rests_until = 0.0
         self.young_s = YOUNG_S
-        self._lock = asyncio.Lock()
+        # One per tenant that is beyond its own quota, and one, "", for the whole store.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # ---------------------------------------------------------------- puts
 
@@ -85,7 +88,7 @@ class Evictor:
         raise quota.exceeded("max_nodes", f"a node beyond {quota.max_nodes}")
 
     async def reserve(self, member: str, nbytes: int, tenant: str = "") -> None:
-        """Reserve bytes for an attempt, making room if they do not fit.
+        """Have an attempt hold `nbytes` altogether, making room if they do not fit.
 
         Raises:
             StoreFullError: if nothing more may go.
@@ -96,12 +99,12 @@ class Evictor:
             raise StoreFullError(f"{nbytes} bytes exceed store.memory_limit_mb ({limit} bytes)")
         if 0 < quota.max_bytes < nbytes:
             raise quota.exceeded("max_mb", f"a node of {nbytes} bytes")
-        missing, own = await self._books.reserve(member, nbytes, quota.max_bytes)
-        if missing > 0 or own > 0:
-            async with self._lock:
-                missing, own = await self._reserve_making_room(
-                    member, nbytes, tenant, quota.max_bytes
-                )
+        reserve = partial(self._books.reserve, member, nbytes, quota.max_bytes)
+        missing, own = await reserve()
+        if own > 0:  # nobody else waits for that
+            missing, own = await self._reserve_making_room(reserve, tenant)
+        if missing > 0 >= own:
+            missing, own = await self._reserve_making_room(reserve, "")
         if missing < 0:
             raise _expired()
         if own > 0:
@@ -112,24 +115,32 @@ class Evictor:
                 retry_after_s=1.0,
             )
 
-    async def _reserve_making_room(
-        self, member: str, nbytes: int, tenant: str, own_limit: int
-    ) -> tuple[int, int]:
+    async def _reserve_making_room(self, reserve: Reserve, tenant: str) -> tuple[int, int]:
+        """Make room for a reservation until it fits, or nothing more goes.
+
+        Args:
+            tenant: make room in its quota, among its own nodes; "" = in the store.
+        """
         fruitless = 0
-        missing, own = await self._books.reserve(member, nbytes, own_limit)
-        for _ in range(_ROUNDS):
-            if missing <= 0 and own <= 0:
-                break
-            # A tenant beyond its quota makes room among its own, and never elsewhere.
-            freed = await (self.make_room(own, tenant) if own > 0 else self.make_room(missing))
-            if not freed:
-                fruitless += 1
-                if fruitless > _FRUITLESS:
+        async with self._locks.setdefault(tenant, asyncio.Lock()):
+            found = await reserve()
+            for _ in range(_ROUNDS):
+                if (wanted := found[1] if tenant else found[0]) <= 0:
                     break
-                # Another server may be about to unlink what it has just dropped.
-                await (self._janitor.sweep() if fruitless == 1 else asyncio.sleep(_PAUSE_S))
-            missing, own = await self._books.reserve(member, nbytes, own_limit)
-        return missing, own
+                if not await self.make_room(wanted, tenant):
+                    fruitless += 1
+                    if fruitless > _FRUITLESS or not await self._may_go(tenant, fruitless):
+                        break
+                found = await reserve()
+        return found
+
+    async def _may_go(self, tenant: str, fruitless: int) -> bool:
+        """Help or await what is going already; False if nothing of the tenant's is."""
+        if tenant and not await self._books.goes(tenant):
+            return False
+        # Another server may be about to unlink what it has just dropped.
+        await (self._janitor.sweep() if fruitless == 1 else asyncio.sleep(_PAUSE_S))
+        return True
 
     async def make_room(self, nbytes: int, tenant: str = "") -> int:
         """Free `nbytes` at once; return what was freed.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import checks, keys, scripts
 from criticalkv.services.store.nodes import Nodes
@@ -176,7 +178,8 @@ class Handles:
             ContextNotFoundError: if the tenant has no such handle.
         """
         digest = _digest(tenant, handle)
-        found = await self._redis.run(scripts.UNBIND, [keys.handle(digest)], [])
+        names = [keys.handle(digest), keys.unbound(digest)]
+        found = await self._redis.run(scripts.UNBIND, names, [secrets.token_hex(8)])
         if found is None:
             raise _not_found()
         node_id, moved_from = (name.decode() for name in found)

@@ -74,11 +74,14 @@ class Janitor:
 
     async def _empty_trash(self) -> None:
         # Replaced and expired generations whose longest read is over.
-        for member in await self._due(keys.TRASH):
-            if await self._named(member):
-                await self._books.keep(member)
-            else:
-                await self._remove(member)
+        while members := await self._due(keys.TRASH):
+            for member in members:
+                if await self._named(member):
+                    await self._books.keep(member)
+                else:
+                    await self._remove(member)
+            if len(members) < _STEP:
+                return
 
     async def _end_dead_puts(self) -> None:
         # Puts whose server died: published after all, or their segments have expired.
@@ -156,7 +159,11 @@ class Janitor:
 
     async def _settle(self, member: str) -> None:
         node_id, attempt = member.split(":")
-        if not await self._nodes.settle(node_id, attempt):
+        if await self._nodes.settle(node_id, attempt):
+            return
+        if count := await self._nodes.replaced(node_id, attempt):
+            await self._books.trash(member, self._grace_ms, count)
+        else:
             await self._books.release(member)
 
     async def _named(self, member: str) -> bool:

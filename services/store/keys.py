@@ -46,6 +46,12 @@ OWNED_PINS = "ckv:{books}:owned-pins"
 """Hash: tenant → number of its PINS."""
 COUNTED = "ckv:{books}:counted"
 """Exists while the sums need no new count."""
+BEGUN = "ckv:{books}:begun"
+"""Hash: `node:attempt` of unpublished puts → who began it."""
+FREEING = "ckv:{books}:freeing"
+"""Hash: tenant, or "" for all → bytes in TRASH and CUT_BYTES."""
+DONE = "ckv:{books}:done"
+"""With a word behind it: exists for a while once the call with that word was run."""
 BOOKS = (
     SIZES,
     TOTAL,
@@ -65,6 +71,9 @@ BOOKS = (
     PINS,
     OWNED_PINS,
     COUNTED,
+    BEGUN,
+    FREEING,
+    DONE,
 )
 """All of them, in the order in which scripts name them."""
 
@@ -110,7 +119,10 @@ def pinned_below(node_id: str) -> str:
 
 
 def children(node_id: str) -> str:
-    """Sorted set of child nodes, by when a child without manifest may be forgotten, ms."""
+    """Sorted set of child nodes, by when a child without manifest may be forgotten, ms.
+
+    0 = it has none, and its record needs this node's.
+    """
     return f"ckv:{{{node_id}}}:c"
 
 
@@ -129,6 +141,11 @@ def bindings(node_id: str) -> str:
     return f"ckv:{{{node_id}}}:h"
 
 
+def dropped(node_id: str) -> str:
+    """Hash: what the last drop of the node answered, for a while."""
+    return f"ckv:{{{node_id}}}:d"
+
+
 def lease(node_id: str) -> str:
     """String: the fencing token of who may prefill the node."""
     return f"ckv:{{{node_id}}}:l"
@@ -139,6 +156,11 @@ def handle(digest: str) -> str:
     return f"ckv:h:{digest}"
 
 
+def unbound(digest: str) -> str:
+    """Hash: what the last removal of a handle answered, for a while; in the handle's slot."""
+    return f"ckv:u:{{{handle(digest)}}}"
+
+
 def tenant_handles(tenant: str) -> str:
     """Sorted set of a tenant's handles, by creation, ms."""
     return f"ckv:o:{digest(tenant)}"
@@ -147,6 +169,11 @@ def tenant_handles(tenant: str) -> str:
 def request(tenant: str, key_digest: str) -> str:
     """Hash of one idempotency key."""
     return f"ckv:i:{digest(tenant, key_digest)}"
+
+
+def forgotten(request_key: str) -> str:
+    """String: token of who forgot a request last, for a while; in the request's slot."""
+    return f"ckv:f:{{{request_key}}}"
 
 
 def alias(name: str) -> str:

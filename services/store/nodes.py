@@ -7,6 +7,7 @@ Payloads are written and read elsewhere.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -115,9 +116,9 @@ class Nodes:
             tall=lower_tier(manifest.tiers, self._floor) is not None,
             tenant=tenant,
         )
-        if reply[2] and reply[2] != manifest.attempt.encode():
+        if reply[2]:
             old = keys.member(node_id, _text(reply[2]))
-            await self._books.trash(old, self._grace_ms)
+            await self._books.trash(old, self._grace_ms, int(reply[3]))
         if not await self._adopt(manifest):  # deleted between the two steps
             await self.drop(node_id, manifest.attempt, guard="unbind")
             raise NodeMissingError.of(manifest.ancestors[-1], "the parent has been deleted")
@@ -134,7 +135,8 @@ class Nodes:
         if node is None:
             raise NodeMissingError.of(node_id, "not stored")
         generation, attempt, parts, cost, nbytes, hits = node
-        await self._books.use(node_id, Worth(float(cost), int(hits), int(nbytes)))
+        if not await self._books.use(node_id, Worth(float(cost), int(hits), int(nbytes))):
+            await self.settle(node_id, attempt.decode())  # the books were lost, or are behind
         return Opened(int(generation), attempt.decode(), parts)
 
     async def stat(self, node_ids: Sequence[str]) -> list[pb.NodeStat]:
@@ -155,7 +157,7 @@ class Nodes:
         return [bool(reply) for reply in replies]
 
     async def settle(self, node_id: str, attempt: str) -> bool:
-        """Book an attempt that was published, and whose server died before its books.
+        """Book an attempt that was published, and that the books do not know as such.
 
         False if the manifest does not name it.
         """
@@ -176,6 +178,13 @@ class Nodes:
             tenant=_text(found[6] or b""),
         )
         return True
+
+    async def replaced(self, node_id: str, attempt: str) -> int:
+        """Segments of an attempt that the present one has replaced; 0 = it has not."""
+        found = await self._redis.command(
+            "HMGET", keys.manifest(node_id), "replaced", "replaced_count"
+        )
+        return int(found[1]) if found[0] is not None and _text(found[0]) == attempt else 0
 
     async def names(self, node_id: str, attempt: str) -> bool:
         """Whether the node is stored and its manifest names this attempt."""
@@ -273,8 +282,8 @@ class Nodes:
 
         Args:
             attempt: drop only if the manifest names it; empty = any.
-            guard: "" nothing protects the node; "evict" pins, children and running
-                puts below it do; "unbind" pins, children and handles do, and the token
+            guard: "" nothing protects the node; "evict" pins, living children and running
+                puts below it do; "unbind" pins, handles and all children do, and the token
                 record goes as well.
             generation: drop only if the manifest has it; 0 = any.
             later: unlink the segments only after the longest read.
@@ -294,11 +303,12 @@ class Nodes:
                 keys.bindings(node_id),
                 keys.record(node_id),
                 keys.holds(node_id),
+                keys.dropped(node_id),
             ],
-            [attempt, guard, generation],
+            [attempt, guard, generation, secrets.token_hex(8)],
         )
         outcome = _text(reply[0])
-        if outcome == "parent" and await self.forget_dead_children(node_id, guard):
+        if outcome == "parent" and await self.forget_dead_children(node_id):
             return await self.drop(
                 node_id, attempt, guard, generation=generation, later=later, ages=ages
             )
@@ -306,17 +316,25 @@ class Nodes:
             await self._books.forget(node_id)
         if outcome != "dropped":
             return outcome, 0
-        _, gone, count, nbytes, parent = reply
+        _, gone, count, nbytes, parent, needed = reply
         member = keys.member(node_id, _text(gone))
         if later:
-            await self._books.trash(member, self._grace_ms)
+            await self._books.trash(member, self._grace_ms, int(count))
         else:
             await self.unlink_segments(node_id, _text(gone), range(int(count)))
             await self._books.release(member)
         await self._books.forget(node_id, sacrificed=ages)
         if _text(parent):
-            await self._redis.command("ZREM", keys.children(_text(parent)), node_id)
+            await self._tell_parent(_text(parent), node_id, needed=bool(needed))
         return outcome, int(nbytes)
+
+    async def _tell_parent(self, parent: str, node_id: str, *, needed: bool) -> None:
+        # The record of a node with a handle, or above one, leads to its parent's.
+        name = keys.children(parent)
+        if needed:
+            await self._redis.command("ZADD", name, "XX", 0, node_id)
+        else:
+            await self._redis.command("ZREM", name, node_id)
 
     async def spared(self, node_ids: Sequence[str]) -> list[str]:
         """Why each node will neither shrink nor go now, for what a look can tell.
@@ -331,7 +349,7 @@ class Nodes:
                 ("SCARD", keys.pins(node_id)),
                 ("SCARD", keys.pinned_below(node_id)),
                 ("ZCARD", keys.holds(node_id)),
-                ("ZCARD", keys.children(node_id)),
+                ("ZCOUNT", keys.children(node_id), "(0", "+inf"),
             )
         ]
         found = await self._redis.commands(commands)  # none for no nodes
@@ -430,18 +448,31 @@ class Nodes:
             return []
         return list(record.ancestors)
 
-    async def forget_dead_children(self, node_id: str, guard: str = "unbind") -> bool:
-        """Strike children off that are gone; with "unbind" those with a handle stay."""
+    async def forget_dead_children(self, node_id: str) -> bool:
+        """Strike children off that are gone, or mark those whose records need this one.
+
+        False if that changed nothing.
+        """
         found = await self._redis.command("ZRANGE", keys.children(node_id), 0, -1)
         children = [child.decode() for child in found]
         alive = await self.present(children)
         dead = [child for child, lives in zip(children, alive, strict=True) if not lives]
-        if guard == "unbind":  # the record of a child with a handle leads to this node
-            replies = await self._redis.commands([("EXISTS", keys.bindings(c)) for c in dead])
-            dead = [child for child, bound in zip(dead, replies, strict=True) if not bound]
         if not dead:
             return False
-        return bool(await self._redis.run(scripts.DISOWN, [keys.children(node_id)], dead))
+        needed = [child for child in dead if await self._needed(child)]
+        loose = [child for child in dead if child not in needed]
+        arguments: list[Argument] = [len(loose), *loose, *needed]
+        return bool(await self._redis.run(scripts.DISOWN, [keys.children(node_id)], arguments))
+
+    async def _needed(self, node_id: str) -> bool:
+        """Whether a handle leads to a node without manifest, or to one below it."""
+        bound, parent = await self._redis.commands(
+            [("EXISTS", keys.bindings(node_id)), ("EXISTS", keys.children(node_id))]
+        )
+        if parent and not bound:
+            await self.forget_dead_children(node_id)
+            parent = await self._redis.command("EXISTS", keys.children(node_id))
+        return bool(bound or parent)
 
     async def _adopt(self, manifest: Manifest) -> bool:
         if not manifest.ancestors:

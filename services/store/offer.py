@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys
-from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.errors import CriticalKVError, StoreUnavailableError
 from criticalkv.shared.loopback import is_local_address, is_loopback
 from criticalkv.shared.redis_location import Location
 
@@ -17,6 +19,10 @@ log = logging.getLogger(__name__)
 
 Locate = Callable[[str], Location]
 """Returns the server that has a key. May wait for other servers."""
+LOCATE_S = 1.0
+"""How long a read waits to learn where its segments are."""
+NOWHERE_S = 5.0
+"""How long nothing is offered after that was in vain."""
 
 
 class Offer:
@@ -31,6 +37,13 @@ class Offer:
         """
         self._reader = reader
         self._locate = locate
+        # Its own: servers that do not answer must hold up nothing else.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-offer")
+        self._nowhere_until = 0.0
+
+    def close(self) -> None:
+        """Ask nobody any more. Does not wait."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def location(self, node_id: str, peer: str) -> pb.RedisLocation | None:
         """Return where a node can be read; None if nowhere, for this client.
@@ -38,19 +51,24 @@ class Offer:
         Args:
             peer: the client's connection, as gRPC names it.
         """
-        if self._reader is None:
+        if self._reader is None or time.monotonic() < self._nowhere_until:
             return None
         try:
             at = await self._at(self._reader, keys.segment(node_id, "", 0))
         except CriticalKVError as error:
             log.warning("no direct reads while Redis cannot be located: %s", error.message)
+            self._nowhere_until = time.monotonic() + NOWHERE_S
             return None
         return _message(at) if _reachable(at, peer) else None
 
     async def _at(self, reader: Location, key: str) -> Location:
         if self._locate is None:
             return reader
-        server = await asyncio.to_thread(self._locate, key)
+        located = asyncio.get_running_loop().run_in_executor(self._thread, self._locate, key)
+        try:
+            server = await asyncio.wait_for(located, LOCATE_S)
+        except TimeoutError:
+            raise StoreUnavailableError("no answer in time") from None
         return replace(server, username=reader.username, password=reader.password)
 
 

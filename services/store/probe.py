@@ -21,10 +21,15 @@ def serves(config: StoreConfig) -> bool:
     Raises:
         ConfigError: if a file that the configuration names cannot be read.
     """
-    port = config.address.rpartition(":")[2]
-    here = config.model_copy(update={"address": f"localhost:{port}"})
+    here = config.model_copy(update={"address": _here(config.address)})
     with StoreClient.of(here, TIMEOUT_S) as client:
         return client.healthy()
+
+
+def _here(address: str) -> str:
+    if address.startswith("unix"):
+        return address
+    return f"localhost:{address.rpartition(':')[2]}"
 
 
 def main(file: str) -> int:

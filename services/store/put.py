@@ -190,7 +190,7 @@ class _Attempt:
         if not self._pending:
             return
         if self._total > self._reserved:
-            await self._reserve(self._total - self._reserved)
+            await self._reserve(self._total)
         batch, self._pending = self._pending, []
         first, self._written = self._written, self._written + len(batch)
         self._running = self._writer.segments.write(
@@ -209,7 +209,7 @@ class _Attempt:
 
     async def _reserve(self, nbytes: int) -> None:
         await self._writer.evictor.reserve(self._member, nbytes, self._begin.tenant)
-        self._reserved += nbytes
+        self._reserved = nbytes
 
     def _check_segments(self, manifest: Manifest, commit: pb.PutCommit) -> None:
         if not commit.segment_count == len(self._lengths) == len(manifest.segments):

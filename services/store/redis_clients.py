@@ -11,18 +11,32 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import redis.asyncio as redis_asyncio
+from redis import exceptions as redis_exceptions
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import AskError, MovedError
+from redis.exceptions import AskError, MovedError, NoScriptError
 
 from criticalkv.services.store.topology import MAX_HOPS, Slots, options
 from criticalkv.shared.redis_location import Deployment, Location
 from criticalkv.shared.resp import RETRY_AFTER_S, Moving
 
+exceptions: Any = redis_exceptions  # older stubs lack some of its names
 Argument = str | bytes | int | float
 Command = Sequence[Argument]
+
+
+class NoSentinelError(MasterNotFoundError):
+    """No Sentinel answers."""
+
+
+class UnknownScriptError(NoScriptError):
+    """One server of a cluster does not know a script."""
+
+    def __init__(self, server: Location) -> None:
+        super().__init__()
+        self.server = server
 
 
 class Client(Protocol):
@@ -33,6 +47,9 @@ class Client(Protocol):
 
     async def everywhere(self, *words: Argument) -> list[Any]:
         """Run a command without keys on every master; return the replies."""
+
+    async def load(self, script: str, refused: NoScriptError) -> None:
+        """Load a script where a reply of `pipeline` says that it is not known."""
 
     async def forget(self) -> None:
         """Close what is idle, and forget who was where."""
@@ -65,6 +82,9 @@ class ServerClient:
 
     async def everywhere(self, *words: Argument) -> list[Any]:
         return [await self._redis.execute_command(*words)]
+
+    async def load(self, script: str, refused: NoScriptError) -> None:  # noqa: ARG002
+        await self.everywhere("SCRIPT LOAD", script)
 
     async def forget(self) -> None:
         await self._redis.connection_pool.disconnect(inuse_connections=False)
@@ -118,6 +138,11 @@ class ClusterClient:
         runs = (self._client(master).everywhere(*words) for master in self._slots.masters())
         return [reply for replies in await asyncio.gather(*runs) for reply in replies]
 
+    async def load(self, script: str, refused: NoScriptError) -> None:
+        # Also on one that is only being given its first slot, and is no master yet.
+        assert isinstance(refused, UnknownScriptError)
+        await self._client(refused.server).everywhere("SCRIPT LOAD", script)
+
     async def forget(self) -> None:
         self._slots.forget()
         await asyncio.gather(*(client.forget() for client in self._clients.values()))
@@ -145,9 +170,16 @@ class ClusterClient:
     async def _part(
         self, owner: Location, commands: Sequence[Command], part: list[int], out: list[Any]
     ) -> None:
-        replies = await self._client(owner).pipeline([commands[i] for i in part])
+        replies = await self._replies(owner, [commands[i] for i in part])
         for i, reply in zip(part, replies, strict=True):
             out[i] = reply
+
+    async def _replies(self, server: Location, commands: Sequence[Command]) -> list[Any]:
+        replies = await self._client(server).pipeline(commands)
+        return [
+            UnknownScriptError(server) if isinstance(reply, NoScriptError) else reply
+            for reply in replies
+        ]
 
     async def _follow(self, words: Command, redirected: AskError) -> Any:
         """Run a command where its slot has moved, or is being moved, to."""
@@ -158,7 +190,7 @@ class ClusterClient:
             if moved:
                 self._slots.moved(_slot(words), server)
             commands: list[Command] = [words] if moved else [("ASKING",), words]
-            reply = (await self._client(server).pipeline(commands))[-1]
+            reply = (await self._replies(server, commands))[-1]
             if not isinstance(reply, AskError):
                 return reply
         raise Moving("the cluster redirects in circles", retry_after_s=RETRY_AFTER_S)
@@ -175,9 +207,23 @@ class _PrivateSentinel(Sentinel):
         )
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
-        host, port = await super().discover_master(service_name)
+        try:
+            host, port = await super().discover_master(service_name)
+        except MasterNotFoundError as error:
+            asked = await asyncio.gather(*(_answers(one) for one in self.sentinels))
+            if any(asked):
+                raise
+            raise NoSentinelError("no Sentinel answers") from error
         self._deployment.at(host, port)
         return host, port
+
+
+async def _answers(sentinel: Any) -> bool:
+    try:
+        await sentinel.ping()
+    except (exceptions.RedisError, OSError) as error:
+        return isinstance(error, exceptions.ResponseError | exceptions.AuthenticationError)
+    return True
 
 
 def _redis(server: Location, timeout_s: float) -> Any:

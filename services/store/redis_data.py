@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from redis.asyncio.sentinel import MasterNotFoundError
 
 from criticalkv.services.store.guarded import guarded
 from criticalkv.services.store.redis_clients import Argument as Argument
-from criticalkv.services.store.redis_clients import Command, client_of
+from criticalkv.services.store.redis_clients import Command, NoSentinelError, client_of
 from criticalkv.shared import failpoints
 from criticalkv.shared.breaker import Breaker
 from criticalkv.shared.errors import ConfigError, StoreFullError, StoreUnavailableError
@@ -26,6 +26,7 @@ from criticalkv.shared.resp import (
     FAILOVER_S,
     RETRY_AFTER_S,
     Moving,
+    NobodyLeads,
     TimedOut,
     Unreachable,
     backoff,
@@ -39,6 +40,8 @@ exceptions: Any = redis_exceptions  # older stubs lack some of its names
 Call = tuple[str, Sequence[str], Sequence[Argument]]
 """A script, its keys and its arguments."""
 _T = TypeVar("_T")
+_LOADS = 3
+"""Times that scripts are loaded for one call: a slot may move to yet another server."""
 _MOVING = (
     exceptions.ReadOnlyError,
     exceptions.BusyLoadingError,
@@ -58,7 +61,7 @@ class RedisData:
         timeout_s: float,
         max_connections: int = 32,
         breaker: Breaker | None = None,
-        on_moving: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare it; nothing connects yet.
 
@@ -66,13 +69,13 @@ class RedisData:
             timeout_s: limit of one try of a command, and of waiting for a connection.
             max_connections: commands that run at once; more wait.
             breaker: shared by all who use this Redis.
-            on_moving: called when the server turns out to be none just now.
+            on_lost: called when the server turns out to be none, or out of reach, just now.
         """
         self._client = client_of(deployment, timeout_s)
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(max_connections)
         self._breaker = breaker or Breaker("Redis")
-        self._on_moving = on_moving
+        self._on_lost = on_lost
         self._warned = False
 
     async def close(self) -> None:
@@ -142,14 +145,21 @@ class RedisData:
         words = [("EVALSHA", _sha(s), len(keys), *keys, *args) for s, keys, args in calls]
         out = await self._pipeline(words)
         # Known scripts vanish when a Redis restarts or another one takes over.
-        unknown = [i for i, got in enumerate(out) if isinstance(got, exceptions.NoScriptError)]
-        for script in {calls[i][0] for i in unknown}:
-            await self._client.everywhere("SCRIPT LOAD", script)
-        if unknown:
+        for _ in range(_LOADS):
+            unknown = [i for i, got in enumerate(out) if isinstance(got, exceptions.NoScriptError)]
+            if not unknown:
+                break
+            await self._load((calls[i][0], out[i]) for i in unknown)
             again = await self._pipeline([words[i] for i in unknown])
             for i, got in zip(unknown, again, strict=True):
                 out[i] = got
         return out
+
+    async def _load(self, refused: Iterable[tuple[str, Any]]) -> None:
+        """Load scripts where they are not known, each once."""
+        wanted = {(script, getattr(error, "server", None)): error for script, error in refused}
+        for (script, _), error in wanted.items():
+            await self._client.load(script, error)
 
     async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
         """Return the replies, errors among them; raise one after which all is to be retried."""
@@ -190,10 +200,9 @@ class RedisData:
             with _typed_errors():
                 async with asyncio.timeout(self._timeout_s):
                     return await call()
-        except (Moving, Unreachable) as error:
+        except (Moving, Unreachable):
             await self._client.forget()  # idle connections lead to the same server
-            if isinstance(error, Moving):
-                self._on_moving()
+            self._on_lost()
             raise
 
     @asynccontextmanager
@@ -253,6 +262,8 @@ def _typed_errors() -> Iterator[None]:
 
 
 def _kind(error: Exception) -> type[StoreUnavailableError]:
+    if isinstance(error, NoSentinelError):
+        return NobodyLeads
     # redis-py's Sentinel client turns a demotion into a lost connection.
     if isinstance(error.__context__, exceptions.ReadOnlyError) or isinstance(error, _MOVING):
         return Moving

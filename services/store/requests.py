@@ -55,7 +55,8 @@ class Requests:
         """Store the answer, or with an empty one forget the key; False if taken over."""
         key = keys.request(checks.tenant(request.tenant), _digest(request.key_digest))
         answer = checks.size(request.answer, checks.MAX_ANSWER_BYTES, "answer")
-        return bool(await self._redis.run(scripts.FINISH, [key], [request.lease_token, answer]))
+        names = [key, keys.forgotten(key)]
+        return bool(await self._redis.run(scripts.FINISH, names, [request.lease_token, answer]))
 
 
 def _digest(value: str) -> str:

@@ -12,6 +12,10 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
+# A call is repeated after its reply was lost. Where the second run would not find what
+# the first one left, the caller's word is kept this long, with the answer to it.
+_REMEMBERED_MS = 60_000
+
 # A list of children lives as long as what it belongs to, the record included.
 _WITH_LISTS = """#!lua flags=allow-oom
 local function keep_list(children, manifest, record)
@@ -27,6 +31,8 @@ end
 # KEYS: manifest, pins, pinned_below, lease, record, children
 # ARGV: segment prefix, segments, lease token, ttl ms, grace ms, record, record ttl ms,
 #       top tier, then the manifest's field-value pairs
+# Returns {'published', generation, attempt that it replaces or '', that one's segments},
+# {'present', generation}, {'missing', segment} or {'lease'}
 PUBLISH = (
     _WITH_LISTS
     + """
@@ -39,11 +45,15 @@ local holder = redis.call('GET', KEYS[4])
 if holder and holder ~= token then return {'lease'} end
 redis.call('SET', KEYS[5], ARGV[6], 'PX', math.max(ARGV[7], ttl, redis.call('PTTL', KEYS[5])))
 local old = redis.call('HMGET', KEYS[1], 'generation', 'top', 'attempt', 'count', 'hits',
-  'ttl', 'record_ttl')
+  'ttl', 'record_ttl', 'replaced', 'replaced_count')
 local pinned = redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0
 if old[1] and tonumber(old[2]) >= tonumber(ARGV[8]) then
   if pinned then redis.call('PERSIST', KEYS[5]) end
   keep_list(KEYS[6], KEYS[1], KEYS[5])
+  -- The same call again, after its reply was lost.
+  if prefix:sub(-#old[3] - 1) == old[3] .. ':' then
+    return {'published', tonumber(old[1]), old[8] or '', tonumber(old[9]) or 0}
+  end
   return {'present', tonumber(old[1])}
 end
 local generation = (tonumber(old[1]) or 0) + 1
@@ -52,6 +62,7 @@ redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'generation', generation, 'top', ARGV[8], 'count', count,
   'hits', old[5] or 0, 'ttl', math.max(ttl, tonumber(old[6]) or 0),
   'record_ttl', math.max(ARGV[7], tonumber(old[7]) or 0))
+if old[3] then redis.call('HSET', KEYS[1], 'replaced', old[3], 'replaced_count', old[4]) end
 for i = 9, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 if pinned then
   redis.call('PERSIST', KEYS[5])
@@ -142,45 +153,59 @@ return node
 # Remove the manifest, hence the node; its segments are unlinked by the caller.
 # 'unbind' removes the record in the same step: a child is published below a node that
 # has at least this, so none can be missed.
-# KEYS: manifest, pins, pinned_below, children, bindings, record, holds
+# KEYS: manifest, pins, pinned_below, children, bindings, record, holds, dropped
 # ARGV: attempt that it must name or '', what protects it: '' nothing, 'evict', 'unbind',
-#       generation that it must have or 0
+#       generation that it must have or 0, a fresh word
+# Returns {why not} or {'dropped', attempt, segments, bytes, parent, 1 if its record is
+# needed: by a handle, or by a child's record}; to the same word, the same once more.
 DROP = f"""#!lua flags=allow-oom
 {_NOW}
+local told = redis.call('HMGET', KEYS[8], 'word', 'attempt', 'count', 'bytes', 'parent', 'needed')
+if told[1] == ARGV[4] then
+  return {{'dropped', told[2], tonumber(told[3]), tonumber(told[4]), told[5], tonumber(told[6])}}
+end
 local node = redis.call('HMGET', KEYS[1], 'attempt', 'count', 'bytes', 'parent', 'generation')
 if ARGV[2] ~= '' then
   if redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0 then return {{'pinned'}} end
-  if redis.call('ZCARD', KEYS[4]) > 0 then return {{'parent'}} end
 end
 if ARGV[2] == 'evict' then
+  if redis.call('ZCOUNT', KEYS[4], '(0', '+inf') > 0 then return {{'parent'}} end
   redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', now)
   if redis.call('ZCARD', KEYS[7]) > 0 then return {{'held'}} end
 end
+redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now)
+local bindings, children = redis.call('ZCARD', KEYS[5]), redis.call('ZCARD', KEYS[4])
 if ARGV[2] == 'unbind' then
-  redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now)
-  if redis.call('ZCARD', KEYS[5]) > 0 then return {{'bound'}} end
+  if children > 0 then return {{'parent'}} end
+  if bindings > 0 then return {{'bound'}} end
 end
 if node[1] and ARGV[1] ~= '' and ARGV[1] ~= node[1] then return {{'other'}} end
 if node[1] and ARGV[3] ~= '0' and ARGV[3] ~= node[5] then return {{'other'}} end
 if ARGV[2] == 'unbind' then redis.call('UNLINK', KEYS[6], KEYS[7]) end
 if not node[1] then return {{'absent'}} end
 redis.call('UNLINK', KEYS[1])
-return {{'dropped', node[1], tonumber(node[2]), tonumber(node[3]), node[4]}}
+local needed = bindings + children > 0 and 1 or 0
+redis.call('HSET', KEYS[8], 'word', ARGV[4], 'attempt', node[1], 'count', node[2],
+  'bytes', node[3], 'parent', node[4], 'needed', needed)
+redis.call('PEXPIRE', KEYS[8], {_REMEMBERED_MS})
+return {{'dropped', node[1], tonumber(node[2]), tonumber(node[3]), node[4], needed}}
 """
 
 # Publish a node's next generation, without its top tiers; whoever comes second learns it.
 # KEYS: manifest, pins, pinned_below, holds
-# ARGV: generation that it must have, then field-value pairs. Returns what happened.
+# ARGV: generation that it must have, a fresh word, then field-value pairs
+# Returns what happened; to the same word, the same once more.
 SHRINK = f"""#!lua flags=allow-oom
 {_NOW}
-local generation = redis.call('HGET', KEYS[1], 'generation')
+local generation, word = unpack(redis.call('HMGET', KEYS[1], 'generation', 'shrunk_by'))
 if not generation then return 'absent' end
+if word == ARGV[2] then return 'shrunk' end
 if generation ~= ARGV[1] then return 'other' end
 if redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0 then return 'pinned' end
 redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
 if redis.call('ZCARD', KEYS[4]) > 0 then return 'held' end
-redis.call('HSET', KEYS[1], 'generation', generation + 1)
-for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', KEYS[1], 'generation', generation + 1, 'shrunk_by', ARGV[2])
+for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return 'shrunk'
 """
 
@@ -224,18 +249,21 @@ if redis.call('SCARD', KEYS[1]) + redis.call('ZCARD', KEYS[2]) > 0 then return {
 return redis.call('ZRANGE', KEYS[3], 0, -1)
 """
 
-# Forget children that are gone, unless they were announced just now.
-# KEYS: children. ARGV: children without manifest
+# Forget children that are gone, unless they were announced just now; those whose records
+# still need this node's are only marked as dead. Returns how many that changed.
+# KEYS: children. ARGV: number of children to forget, these, then those to mark
 DISOWN = f"""#!lua flags=allow-oom
 {_NOW}
-local removed = 0
-for _, child in ipairs(ARGV) do
-  local until_ms = redis.call('ZSCORE', KEYS[1], child)
-  if until_ms and tonumber(until_ms) <= now then
-    removed = removed + redis.call('ZREM', KEYS[1], child)
+local changed = 0
+for i = 2, #ARGV do
+  local until_ms = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[i]) or now + 1)
+  if until_ms <= now and i <= ARGV[1] + 1 then
+    changed = changed + redis.call('ZREM', KEYS[1], ARGV[i])
+  elseif until_ms <= now then
+    changed = changed + redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[i])
   end
 end
-return removed
+return changed
 """
 
 # Extend the leases of an attempt's unpublished segments.
@@ -251,12 +279,30 @@ local SIZES, TOTAL, WRITING, COUNTS, TRASH = KEYS[1], KEYS[2], KEYS[3], KEYS[4],
 local CUTS, CUT_BYTES, INDEX, TALL, USED = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local AGE, OWNERS, TENANTS, OWNED_BYTES = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
 local OWNED_NODES, PINS, OWNED_PINS, COUNTED = KEYS[15], KEYS[16], KEYS[17], KEYS[18]
+local BEGUN, FREEING, DONE = KEYS[19], KEYS[20], KEYS[21]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function number(value) return tonumber(value or 0) or 0 end
 
 local function text(value) return string.format('%.0f', value) end
+
+-- Change how much of an attempt is going to be unlinked.
+local function free(member, bytes)
+  if bytes == 0 then return end
+  redis.call('HINCRBY', FREEING, '', text(bytes))
+  local owner = redis.call('HGET', OWNERS, member)
+  if owner then redis.call('HINCRBY', FREEING, owner, text(bytes)) end
+end
+
+-- The attempt that a dropped tier belongs to.
+local function attempt_of(cut) return string.match(cut, '^(.*):') end
+
+local function cut_bytes(cut, bytes)
+  free(attempt_of(cut), bytes - number(redis.call('HGET', CUT_BYTES, cut)))
+  if bytes == 0 then redis.call('HDEL', CUT_BYTES, cut) end
+  if bytes > 0 then redis.call('HSET', CUT_BYTES, cut, text(bytes)) end
+end
 
 -- Change what an attempt holds, and with it all sums.
 local function charge(member, bytes)
@@ -265,6 +311,7 @@ local function charge(member, bytes)
   redis.call('INCRBY', TOTAL, text(bytes))
   local owner = redis.call('HGET', OWNERS, member)
   if owner then redis.call('HINCRBY', OWNED_BYTES, owner, text(bytes)) end
+  if redis.call('ZSCORE', TRASH, member) then free(member, bytes) end
 end
 
 local function count(member, nodes)
@@ -310,11 +357,15 @@ local function use(node, value, clock, tall)
 end
 """
 
-# Open an attempt. ARGV: member, lease ms. Returns 0 if there is one already.
+# Open an attempt. ARGV: member, lease ms, a fresh word. Returns 0 if there is one already,
+# opened with another word: a call may be repeated after its reply was lost.
 BOOK_BEGIN = (
     _BOOKS
     + """
-if redis.call('HSETNX', SIZES, ARGV[1], 0) == 0 then return 0 end
+if redis.call('HSETNX', SIZES, ARGV[1], 0) == 0 then
+  return redis.call('HGET', BEGUN, ARGV[1]) == ARGV[3] and 1 or 0
+end
+redis.call('HSET', BEGUN, ARGV[1], ARGV[3])
 redis.call('ZADD', WRITING, now + ARGV[2], ARGV[1])
 return 1
 """
@@ -337,19 +388,22 @@ return 0
 """
 )
 
-# Reserve bytes. ARGV: member, bytes, limit, limit of its tenant or 0
+# Have an attempt hold at least these bytes. ARGV: member, bytes, limit, limit of its
+# tenant or 0
 # Returns how many bytes are too many for all and for the tenant, {0, 0} if reserved,
 # {-1, 0} if the attempt is unknown.
 BOOK_RESERVE = (
     _BOOKS
     + """
 if redis.call('HEXISTS', SIZES, ARGV[1]) == 0 then return {-1, 0} end
-local missing = math.max(0, number(redis.call('GET', TOTAL)) + ARGV[2] - ARGV[3])
+local more = ARGV[2] - number(redis.call('HGET', SIZES, ARGV[1]))
+if more <= 0 then return {0, 0} end
+local missing = math.max(0, number(redis.call('GET', TOTAL)) + more - ARGV[3])
 local owner, own = redis.call('HGET', OWNERS, ARGV[1]), 0
 if owner and tonumber(ARGV[4]) > 0 then
-  own = math.max(0, number(redis.call('HGET', OWNED_BYTES, owner)) + ARGV[2] - ARGV[4])
+  own = math.max(0, number(redis.call('HGET', OWNED_BYTES, owner)) + more - ARGV[4])
 end
-if missing + own == 0 then charge(ARGV[1], tonumber(ARGV[2])) end
+if missing + own == 0 then charge(ARGV[1], more) end
 return {missing, own}
 """
 )
@@ -374,6 +428,7 @@ if ARGV[8] ~= '' and redis.call('HSETNX', OWNERS, ARGV[1], ARGV[8]) == 1 then
 end
 charge(ARGV[1], ARGV[2] - number(redis.call('HGET', SIZES, ARGV[1])))
 redis.call('ZREM', WRITING, ARGV[1])
+redis.call('HDEL', BEGUN, ARGV[1])
 redis.call('HSET', COUNTS, ARGV[1], ARGV[3])
 take_out(ARGV[4])
 if ARGV[8] ~= '' then redis.call('HSET', TENANTS, ARGV[4], ARGV[8]) end
@@ -387,27 +442,34 @@ BOOK_RELEASE = (
     _BOOKS
     + """
 local bytes = number(redis.call('HGET', SIZES, ARGV[1]))
+for tier = 0, 31 do
+  local cut = ARGV[1] .. ':' .. tier
+  if redis.call('ZREM', CUTS, cut) == 1 then cut_bytes(cut, 0) end
+end
 charge(ARGV[1], -bytes)
 if redis.call('ZREM', TRASH, ARGV[1]) == 0 then count(ARGV[1], -1) end
 redis.call('HDEL', SIZES, ARGV[1])
 redis.call('HDEL', COUNTS, ARGV[1])
 redis.call('HDEL', OWNERS, ARGV[1])
+redis.call('HDEL', BEGUN, ARGV[1])
 redis.call('ZREM', WRITING, ARGV[1])
-for tier = 0, 31 do
-  if redis.call('ZREM', CUTS, ARGV[1] .. ':' .. tier) == 1 then
-    redis.call('HDEL', CUT_BYTES, ARGV[1] .. ':' .. tier)
-  end
-end
 return bytes
 """
 )
 
-# Schedule an attempt for unlinking. ARGV: member, delay ms
+# Schedule an attempt for unlinking: it is published, or gone, even if the books have not
+# heard of that. ARGV: member, delay ms, its segments or 0 if the books know
 BOOK_TRASH = (
     _BOOKS
     + """
-if not redis.call('ZSCORE', TRASH, ARGV[1]) then count(ARGV[1], -1) end
+if not redis.call('ZSCORE', TRASH, ARGV[1]) then
+  count(ARGV[1], -1)
+  free(ARGV[1], number(redis.call('HGET', SIZES, ARGV[1])))
+end
 redis.call('ZADD', TRASH, now + ARGV[2], ARGV[1])
+if tonumber(ARGV[3]) > 0 then redis.call('HSETNX', COUNTS, ARGV[1], ARGV[3]) end
+redis.call('ZREM', WRITING, ARGV[1])
+redis.call('HDEL', BEGUN, ARGV[1])
 return 1
 """
 )
@@ -416,7 +478,10 @@ return 1
 BOOK_KEEP = (
     _BOOKS
     + """
-if redis.call('ZREM', TRASH, ARGV[1]) == 1 then count(ARGV[1], 1) end
+if redis.call('ZREM', TRASH, ARGV[1]) == 1 then
+  count(ARGV[1], 1)
+  free(ARGV[1], -number(redis.call('HGET', SIZES, ARGV[1])))
+end
 return 1
 """
 )
@@ -429,7 +494,7 @@ BOOK_CUT = (
 local at = text(now + ARGV[1])
 for i = 2, #ARGV, 2 do
   redis.call('ZADD', CUTS, at, ARGV[i])
-  redis.call('HSET', CUT_BYTES, ARGV[i], ARGV[i + 1])
+  cut_bytes(ARGV[i], tonumber(ARGV[i + 1]))
 end
 return at
 """
@@ -442,7 +507,7 @@ BOOK_UNCUT = (
 local at = redis.call('ZSCORE', CUTS, ARGV[1])
 if not at or tonumber(at) ~= tonumber(ARGV[2]) then return 0 end
 redis.call('ZREM', CUTS, ARGV[1])
-redis.call('HDEL', CUT_BYTES, ARGV[1])
+cut_bytes(ARGV[1], 0)
 return 1
 """
 )
@@ -454,7 +519,7 @@ BOOK_CUT_DONE = (
     + """
 if redis.call('ZREM', CUTS, ARGV[1]) == 0 then return 0 end
 local bytes = number(redis.call('HGET', CUT_BYTES, ARGV[1]))
-redis.call('HDEL', CUT_BYTES, ARGV[1])
+cut_bytes(ARGV[1], 0)
 if redis.call('HEXISTS', SIZES, ARGV[2]) == 0 then return 0 end
 charge(ARGV[2], -bytes)
 return bytes
@@ -476,27 +541,31 @@ end
 if size < 0 or size == pending then return 0 end
 for i = 4, #ARGV, 2 do
   redis.call('ZADD', CUTS, 'NX', text(now + ARGV[3]), ARGV[i])
-  redis.call('HSET', CUT_BYTES, ARGV[i], ARGV[i + 1])
+  cut_bytes(ARGV[i], tonumber(ARGV[i + 1]))
 end
 charge(ARGV[1], right - size)
 return 1
 """
 )
 
-# Note a use. ARGV: node, value, clock
+# Note a use. ARGV: node, value, clock. Returns 0 if the books do not list the node.
 BOOK_USE = (
     _BOOKS
     + """
 local score, tall = take_out(ARGV[1])
-if score then use(ARGV[1], tonumber(ARGV[2]), ARGV[3], tall) end
+if not score then return 0 end
+use(ARGV[1], tonumber(ARGV[2]), ARGV[3], tall)
 return 1
 """
 )
 
-# Change a node's value without a use. ARGV: node, difference, 1 if it can lose a tier
+# Change a node's value without a use, once for each word.
+# ARGV: node, difference, 1 if it can lose a tier, a fresh word
 BOOK_REVALUE = (
     _BOOKS
-    + """
+    + f"""
+local word = DONE .. ':' .. ARGV[4]
+if not redis.call('SET', word, 1, 'NX', 'PX', {_REMEMBERED_MS}) then return 0 end
 local score, _, used = take_out(ARGV[1])
 if score then put_in(ARGV[1], score + ARGV[2], ARGV[3] == '1', used) end
 return 1
@@ -520,12 +589,23 @@ return 1
 BOOK_STATE = (
     _BOOKS
     + """
-local freeing = 0
-for _, bytes in ipairs(redis.call('HVALS', CUT_BYTES)) do freeing = freeing + bytes end
-for _, member in ipairs(redis.call('ZRANGE', TRASH, 0, -1)) do
-  freeing = freeing + number(redis.call('HGET', SIZES, member))
-end
+local freeing = number(redis.call('HGET', FREEING, ''))
 return {number(redis.call('GET', TOTAL)), freeing, time[1] * 1000000 + time[2]}
+"""
+)
+
+# Whether anything of a tenant's is about to go: scheduled for unlinking, or neither
+# listed nor being written. ARGV: tenant
+BOOK_GOES = (
+    _BOOKS
+    + """
+if number(redis.call('HGET', FREEING, ARGV[1])) > 0 then return 1 end
+local others = number(redis.call('HGET', OWNED_NODES, ARGV[1]))
+others = others - redis.call('ZCARD', INDEX .. ':' .. ARGV[1])
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', WRITING, now, '+inf')) do
+  if redis.call('HGET', OWNERS, member) == ARGV[1] then others = others - 1 end
+end
+return others > 0 and 1 or 0
 """
 )
 
@@ -566,7 +646,12 @@ RECOUNT = (
 if redis.call('EXISTS', COUNTED) == 1 then return 0 end
 local sizes, owners = redis.call('HGETALL', SIZES), redis.call('HGETALL', OWNERS)
 redis.call('SET', COUNTED, 1, 'PX', text(math.max(ARGV[1], #sizes * 2)))
-local owner, total, bytes, nodes, pins = {}, 0, {}, {}, {}
+local owner, total, bytes, nodes, pins, freeing = {}, 0, {}, {}, {}, {['']=0}
+local function free_anew(member, more)
+  local tenant = owner[member]
+  freeing[''] = freeing[''] + more
+  if tenant then freeing[tenant] = (freeing[tenant] or 0) + more end
+end
 for i = 1, #owners, 2 do owner[owners[i]] = owners[i + 1] end
 for i = 1, #sizes, 2 do
   local member, size = sizes[i], tonumber(sizes[i + 1])
@@ -580,7 +665,10 @@ end
 for _, member in ipairs(redis.call('ZRANGE', TRASH, 0, -1)) do
   local tenant = owner[member]
   if tenant and nodes[tenant] then nodes[tenant] = nodes[tenant] - 1 end
+  free_anew(member, number(redis.call('HGET', SIZES, member)))
 end
+local cuts = redis.call('HGETALL', CUT_BYTES)
+for i = 1, #cuts, 2 do free_anew(attempt_of(cuts[i]), number(cuts[i + 1])) end
 for _, name in ipairs(redis.call('ZRANGE', PINS, 0, -1)) do
   local tenant = string.match(name, '^%x+')
   pins[tenant] = (pins[tenant] or 0) + 1
@@ -590,6 +678,7 @@ local function replace(key, sums)
   for tenant, sum in pairs(sums) do redis.call('HSET', key, tenant, text(sum)) end
 end
 redis.call('SET', TOTAL, text(total))
+replace(FREEING, freeing)
 replace(OWNED_BYTES, bytes)
 replace(OWNED_NODES, nodes)
 replace(OWNED_PINS, pins)
@@ -641,12 +730,17 @@ if ARGV[3] == '1' then redis.call('HSET', KEYS[1], 'metadata', ARGV[4]) end
 return 'moved'
 """
 
-# Remove a handle. KEYS: handle. Returns {node, node that it was moved from or ''} or nil
-UNBIND = """#!lua flags=allow-oom
+# Remove a handle. KEYS: handle, unbound. ARGV: a fresh word
+# Returns {node, node that it was moved from or ''} or nil; to the same word, the same once more.
+UNBIND = f"""#!lua flags=allow-oom
+local told = redis.call('HMGET', KEYS[2], 'word', 'node', 'from')
+if told[1] == ARGV[1] then return {{told[2], told[3]}} end
 local old = redis.call('HMGET', KEYS[1], 'node', 'from')
 if not old[1] then return nil end
 redis.call('UNLINK', KEYS[1])
-return {old[1], old[2] or ''}
+redis.call('HSET', KEYS[2], 'word', ARGV[1], 'node', old[1], 'from', old[2] or '')
+redis.call('PEXPIRE', KEYS[2], {_REMEMBERED_MS})
+return {{old[1], old[2] or ''}}
 """
 
 # Note on the node that a handle points at it. KEYS: bindings. ARGV: digest, ttl ms
@@ -690,6 +784,7 @@ if ARGV[6] ~= '' then
   redis.call('PEXPIRE', KEYS[1], math.max(ARGV[5], ARGV[4]), 'GT')
   return {{1, old[2], '', ARGV[6]}}
 end
+if old[5] == ARGV[3] then return {{1, old[2], '', ARGV[3]}} end
 if old[1] and tonumber(old[4]) > now then return {{2, old[2], '', ''}} end
 local handle = old[2] or ARGV[2]
 redis.call('HSET', KEYS[1], 'request', ARGV[1], 'handle', handle, 'token', ARGV[3],
@@ -698,13 +793,15 @@ redis.call('PEXPIRE', KEYS[1], math.max(ARGV[5], ARGV[4]))
 return {{1, handle, '', ARGV[3]}}
 """
 
-# Finish a request. KEYS: request. ARGV: token, answer ('' = forget)
-FINISH = """#!lua flags=allow-oom
+# Finish a request. KEYS: request, forgotten. ARGV: token, answer ('' = forget)
+FINISH = f"""#!lua flags=allow-oom
+if ARGV[2] == '' and redis.call('GET', KEYS[2]) == ARGV[1] then return 1 end
 local old = redis.call('HMGET', KEYS[1], 'token', 'ttl', 'answer')
 if not old[1] or old[1] ~= ARGV[1] then return 0 end
 if ARGV[2] == '' then
   if old[3] then return 0 end
   redis.call('DEL', KEYS[1])
+  redis.call('SET', KEYS[2], ARGV[1], 'PX', {_REMEMBERED_MS})
   return 1
 end
 redis.call('HSET', KEYS[1], 'answer', ARGV[2])
@@ -732,6 +829,7 @@ if ARGV[3] ~= '' then
   redis.call('PEXPIRE', KEYS[1], ARGV[2], 'GT')
   return 0
 end
+if redis.call('GET', KEYS[1]) == ARGV[1] then return 0 end
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 0 end
 return math.max(1, redis.call('PTTL', KEYS[1]))
 """

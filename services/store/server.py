@@ -127,7 +127,7 @@ async def running(config: StoreConfig, *, order: Order | None = None) -> AsyncIt
     )
     breaker = Breaker("Redis")
     data = GuardedData(data_client(deployment, REDIS_TIMEOUT_S), breaker, REDIS_TIMEOUT_S)
-    redis = RedisData(deployment, REDIS_TIMEOUT_S, breaker=breaker, on_moving=data.forget)
+    redis = RedisData(deployment, REDIS_TIMEOUT_S, breaker=breaker, on_lost=data.forget)
     segments = Segments(data)
     background = Background()
     try:
@@ -137,8 +137,9 @@ async def running(config: StoreConfig, *, order: Order | None = None) -> AsyncIt
             None if deployment.kind == "single" else data.location_of,
         )
         parts = (security, redis, segments, offer, background, order)
-        async with _listening(config, *parts) as address:
-            yield Store(address, valkey)
+        with contextlib.closing(offer):
+            async with _listening(config, *parts) as address:
+                yield Store(address, valkey)
     finally:
         await background.drain(GRACE_S)
         segments.close()

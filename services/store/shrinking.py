@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from dataclasses import dataclass
 
 from criticalkv.services.store import keys, scripts
@@ -142,7 +143,7 @@ class Shrinker:
                 keys.pinned_below(node_id),
                 keys.holds(node_id),
             ],
-            [now.generation, "top", tier, *fields_of(smaller, parts)],
+            [now.generation, secrets.token_hex(8), "top", tier, *fields_of(smaller, parts)],
         )
         return outcome.decode(), smaller
 

@@ -33,7 +33,7 @@ class Background:
 
 
 async def repeat(interval_s: float, step: Callable[[], Awaitable[None]], what: str) -> None:
-    """Run `step` every `interval_s` seconds until cancelled; log its typed errors."""
+    """Run `step` every `interval_s` seconds until cancelled; log its errors."""
     task = asyncio.current_task()
     assert task is not None
     while True:
@@ -42,6 +42,8 @@ async def repeat(interval_s: float, step: Callable[[], Awaitable[None]], what: s
             await step()
         except CriticalKVError as error:
             log.warning("%s failed: %s", what, error)
+        except Exception as error:  # its text may repeat what is stored
+            log.error("%s failed: %s", what, type(error).__name__)
         # redis-py may turn a cancellation into an error of its own.
         if task.cancelling():
             raise asyncio.CancelledError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import redis
@@ -26,6 +27,7 @@ from criticalkv.shared.resp import (
     DataPool,
     LengthMismatch,
     Moving,
+    NobodyLeads,
     Redirected,
     Unreachable,
 )
@@ -39,12 +41,15 @@ MAX_HOPS = 5
 """Redirections that a call follows."""
 _ASK_TIMEOUT_S = 1.0
 """Limit of asking one Sentinel or node where the others are."""
+_TURN_S = 2.0
+"""Limit of waiting for others who ask the Sentinels."""
+_ALL_SLOTS = 16384
 
 
 def data_client(deployment: Deployment, timeout_s: float) -> DataClient:
     """Return what moves payloads to and from a deployment; nothing connects yet."""
     if deployment.kind == "sentinel":
-        return DataPool(Master(deployment), timeout_s)
+        return SentinelData(deployment, timeout_s)
     if deployment.kind == "cluster":
         return ClusterData(deployment, timeout_s)
     return DataPool(deployment.server, timeout_s)
@@ -66,9 +71,14 @@ def options(location: Location, timeout_s: float) -> dict[str, Any]:
 
 
 class Master:
-    """Called, it returns the master that the Sentinels name now."""
+    """Called, it returns the master that the Sentinels name now.
+
+    Attributes:
+        known: what they said last, until it is forgotten; None = unknown.
+    """
 
     def __init__(self, deployment: Deployment) -> None:
+        self.known: Location | None = None
         self._deployment = deployment
         sentinel: Any = Sentinel  # untyped
         self._sentinel = sentinel(
@@ -84,14 +94,47 @@ class Master:
             StoreUnavailableError: if no Sentinel answers, or none knows a living master.
             ConfigError: if it is on another machine without TLS and a password.
         """
-        try:
-            with self._lock:  # it sorts its list of Sentinels
+        with self._turn():
+            try:
                 host, port = self._sentinel.discover_master(self._deployment.service)
-        except MasterNotFoundError as error:
-            raise Moving("no Sentinel names a master", retry_after_s=RETRY_AFTER_S) from error
-        except (exceptions.RedisError, OSError) as error:
-            raise Unreachable(f"Sentinel failed: {type(error).__name__}") from error
-        return self._deployment.at(str(host), int(port))
+            except MasterNotFoundError as error:
+                raise self._nobody() from error
+            except (exceptions.RedisError, OSError) as error:
+                raise Unreachable(f"Sentinel failed: {type(error).__name__}") from error
+        self.known = self._deployment.at(str(host), int(port))
+        return self.known
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        # It sorts its list of Sentinels: one at a time.
+        if not self._lock.acquire(timeout=_TURN_S):
+            raise Unreachable("the Sentinels do not answer", retry_after_s=RETRY_AFTER_S)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _nobody(self) -> Moving:
+        if any(_answers(sentinel) for sentinel in self._sentinel.sentinels):
+            return Moving("no Sentinel names a master", retry_after_s=RETRY_AFTER_S)
+        return NobodyLeads("no Sentinel answers", retry_after_s=RETRY_AFTER_S)
+
+
+class SentinelData(DataPool):
+    """Moves payloads to and from the master that Sentinels name."""
+
+    def __init__(self, deployment: Deployment, timeout_s: float) -> None:
+        self._master = Master(deployment)
+        super().__init__(self._master, timeout_s)
+
+    def location_of(self, key: str) -> Location:  # noqa: ARG002 (it has all keys)
+        """As DataPool.location_of; the Sentinels are asked only if the master is not known."""
+        return self._master.known or self._master()
+
+    def forget(self) -> None:
+        """As DataPool.forget."""
+        self._master.known = None
+        super().forget()
 
 
 class Slots:
@@ -118,25 +161,42 @@ class Slots:
         self._owners = {}
 
     def refresh(self) -> None:
-        """Ask one node after the other.
+        """Ask one node after the other, until one knows the masters of all slots.
+
+        If none does, what the best of them says counts: one that has not joined the
+        cluster, or was taken out of it, knows less than the others.
 
         Raises:
-            StoreUnavailableError: if none answers.
+            StoreUnavailableError: if none answers, or none knows a master.
             ConfigError: if a master is on another machine without TLS and a password.
         """
+        best: dict[int, Location] | None = None
         for node in dict.fromkeys((*self.masters(), *self._deployment.seeds)):
             try:
                 found = _slots_by(node)
             except (exceptions.RedisError, OSError) as error:
                 log.warning("a node of the cluster does not answer: %s", type(error).__name__)
                 continue
-            self._owners = {
-                slot: self._deployment.at(host or node.host, port)
-                for first, last, host, port in found
-                for slot in range(first, last + 1)
-            }
-            return
-        raise Unreachable("no node of the cluster answers", retry_after_s=RETRY_AFTER_S)
+            owners = self._owners_in(found, node)
+            if best is None or len(owners) > len(best):
+                best = owners
+            if len(best) == _ALL_SLOTS:
+                break
+        if best is None:
+            raise Unreachable("no node of the cluster answers", retry_after_s=RETRY_AFTER_S)
+        if not best:
+            raise Moving("no node of the cluster knows a master", retry_after_s=RETRY_AFTER_S)
+        self._owners = best
+
+    def _owners_in(
+        self, found: list[tuple[int, int, str, int]], node: Location
+    ) -> dict[int, Location]:
+        return {
+            slot: owner
+            for first, last, host, port in found
+            for owner in [self._deployment.at(host or node.host, port)]
+            for slot in range(first, last + 1)
+        }
 
 
 class ClusterData:
@@ -253,6 +313,14 @@ def _slots_by(node: Location) -> list[tuple[int, int, str, int]]:
         (int(first), int(last), (master[0] or b"").decode(), int(master[1]))
         for first, last, master, *_ in found
     ]
+
+
+def _answers(sentinel: Any) -> bool:
+    try:
+        sentinel.ping()
+    except (exceptions.RedisError, OSError) as error:
+        return isinstance(error, exceptions.ResponseError | exceptions.AuthenticationError)
+    return True
 
 
 def once() -> Retry:

@@ -40,9 +40,9 @@ STORE_RULES = (
     "+ping +select +info +time +script|load +evalsha "
     "+exists +unlink +del +pexpire +persist +pttl "
     "+get +set +incrby "
-    "+hget +hgetall +hmget +hset +hsetnx +hdel +hexists +hincrby +hscan +hvals "
+    "+hget +hgetall +hmget +hset +hsetnx +hdel +hexists +hincrby +hscan "
     "+sadd +srem +scard +sismember +smembers "
-    "+zadd +zrem +zcard +zscore +zrange +zrevrange +zrangebyscore +zremrangebyscore "
+    "+zadd +zrem +zcard +zcount +zscore +zrange +zrevrange +zrangebyscore +zremrangebyscore "
     "+zremrangebyrank"
 )
 """What the store's user may do: its own keys, and the commands that it and its scripts use."""

@@ -34,6 +34,7 @@ def read(name: str) -> list[Document]:
 
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 APPLIED = [d for name in FILES if name not in NOT_APPLIED for d in read(name)]
+DIRECT_READS = read("direct-reads/network.yaml")
 SECRETS = {d["metadata"]["name"]: set(d["stringData"]) for d in read("secrets.yaml")}
 [RAY] = [d["spec"] for d in APPLIED if d["kind"] == "RayService"]
 CLUSTER = RAY["rayClusterConfig"]
@@ -61,7 +62,7 @@ def ids(values: list[Any]) -> list[str]:
     return [f"{d['kind']}/{d['metadata']['name']}" for d in values]
 
 
-KNOWN = [d for d in [*APPLIED, *read("secrets.yaml")] if d["kind"] != "RayService"]
+KNOWN = [d for d in [*APPLIED, *DIRECT_READS, *read("secrets.yaml")] if d["kind"] != "RayService"]
 
 
 @pytest.mark.parametrize("document", KNOWN, ids=ids(KNOWN))
@@ -259,6 +260,17 @@ def test_every_workload_has_one_disruption_budget(component: str) -> None:
     assert len(budgets) == 1
 
 
+@pytest.mark.parametrize("component", ["head", *GROUPS])
+def test_a_budget_of_rays_pods_says_how_many_stay(component: str) -> None:
+    """Kubernetes knows of no number that there should be, so that all else allows no drain."""
+    [budget] = [d["spec"] for d in of_kind("PodDisruptionBudget").values() if selects(d, component)]
+    assert "maxUnavailable" not in budget
+    assert type(budget["minAvailable"]) is int
+    if component != "head":  # which waits for an administrator
+        assert budget["minAvailable"] < GROUPS[component]["minReplicas"]
+    assert (budget["minAvailable"] >= 1) == (component in ("head", "decode"))
+
+
 def secrets_used() -> Iterator[tuple[str, str]]:
     for _, container in CONTAINERS:
         for variable in container.get("env", ()):
@@ -281,13 +293,25 @@ def test_secrets_are_described_and_have_no_values() -> None:
     assert not of_kind("Secret")
 
 
+def test_documented_commands_make_every_secret_with_every_key() -> None:
+    text = re.sub(r"\\\n#", "", (FOLDER / "secrets.yaml").read_text())
+    commands = re.findall(
+        r"^# +kubectl -n criticalkv create secret generic (\S+) (.+)$", text, re.M
+    )
+    keys = {name: re.findall(r"--from-file=([^=\s]+)=\S+", rest) for name, rest in commands}
+    assert {name: set(found) for name, found in keys.items()} == SECRETS
+    types = {name: re.findall(r"--type=(\S+)", rest) or ["Opaque"] for name, rest in commands}
+    assert types == {d["metadata"]["name"]: [d["type"]] for d in read("secrets.yaml")}
+    assert text.count("create secret") == len(commands) + 1  # and why not `secret tls`
+
+
 def test_no_value_of_a_secret_is_anywhere() -> None:
     for _, container in CONTAINERS:
         for variable in container.get("env", ()):
             assert not re.search("TOKEN|PASSWORD|URL|KEY", variable["name"]) or (
                 "secretKeyRef" in variable["valueFrom"]
             )
-    for path in [*FOLDER.iterdir(), *(ROOT / "infra" / "containers").iterdir()]:
+    for path in [*FOLDER.rglob("*.yaml"), *(ROOT / "infra" / "containers").iterdir()]:
         for url in re.findall(r"rediss?://\S+", path.read_text()):
             assert ":PASSWORD@" in url
         assert "BEGIN" not in path.read_text()
@@ -299,7 +323,7 @@ ALLOWED = {
     ("ingress-nginx", "gateway", 8000),
     ("kuberay-system", "head", 8265),
     *((a, "store", 50051) for a in ("gateway", "prefill", "decode")),
-    *((a, "valkey", 6379) for a in ("store", "prefill", "decode")),
+    ("store", "valkey", 6379),
     *(
         (a, b, port)
         for a in ("head", "gateway", "prefill", "decode")
@@ -309,20 +333,26 @@ ALLOWED = {
 }
 
 
-def passes(source: str, target: str, port: int) -> bool:
-    """Whether the policies let a component, or another namespace, reach a component."""
-    out = source in OUTSIDE or _rule(source, target, port, "Egress")
-    return out and _rule(target, source, port, "Ingress")
+def reached(policies: list[Document]) -> set[tuple[str, str, int]]:
+    """Which component, or other namespace, the policies let reach which component, and where."""
+    return {
+        (source, target, port)
+        for source in (*COMPONENTS, *OUTSIDE)
+        for target in COMPONENTS
+        for port in (6379, 8000, 8265, 50051)
+        if (source in OUTSIDE or _rule(policies, source, target, port, "Egress"))
+        and _rule(policies, target, source, port, "Ingress")
+    }
 
 
-def _rule(component: str, peer: str, port: int, direction: str) -> bool:
-    policies = [
+def _rule(policies: list[Document], component: str, peer: str, port: int, direction: str) -> bool:
+    said = [
         d["spec"]
-        for d in of_kind("NetworkPolicy").values()
+        for d in policies
         if direction in d["spec"]["policyTypes"] and selects(d, component)
     ]
-    assert policies, f"nothing is said about {component}"
-    rules = [rule for spec in policies for rule in spec.get(direction.lower(), ())]
+    assert said, f"nothing is said about {component}"
+    rules = [rule for spec in said for rule in spec.get(direction.lower(), ())]
     return any(_matches(rule, peer, port) for rule in rules)
 
 
@@ -341,14 +371,36 @@ def _is(one: Document, peer: str) -> bool:
 
 
 def test_pods_reach_whom_they_must_and_nobody_else() -> None:
-    found = {
-        (source, target, port)
-        for source in (*COMPONENTS, *OUTSIDE)
-        for target in COMPONENTS
-        for port in (6379, 8000, 8265, 50051)
-        if passes(source, target, port)
-    }
-    assert found == ALLOWED
+    assert reached([*of_kind("NetworkPolicy").values()]) == ALLOWED
+
+
+def test_direct_reads_let_those_who_read_reach_valkey_and_nobody_else() -> None:
+    policies = [*of_kind("NetworkPolicy").values(), *DIRECT_READS]
+    assert reached(policies) == ALLOWED | {(a, "valkey", 6379) for a in ("prefill", "decode")}
+
+
+def test_direct_reads_are_off_and_one_component_turns_them_on(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert config.store.read_path == "grpc"
+    assert "components" not in read("kustomization.yaml")[0]
+    [component] = read("direct-reads/kustomization.yaml")
+    assert component["resources"] == ["network.yaml"]
+    [patch] = component["patches"]
+    set_: dict[str, list[Document]] = {}
+    for change in yaml.safe_load(patch["patch"]):
+        assert change["op"] == "add"
+        set_.setdefault(change["path"], []).append(change["value"])
+    everywhere = [f"workerGroupSpecs/{i}" for i in range(len(GROUPS))] + ["headGroupSpec"]
+    env = "/spec/rayClusterConfig/{}/template/spec/containers/0/env/-"
+    assert set(set_) == {env.format(where) for where in everywhere}
+    [first, *others] = set_.values()
+    assert all(other == first for other in others)
+    for variable in first:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    store = load_config(overrides=SERVE["applications"][0]["args"]).store
+    assert store.read_path == "direct"
+    assert store.redis_ca in mounted("prefill") & mounted("decode")
 
 
 def test_everything_is_denied_first() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import xxhash
+from whole_service import DOCUMENT, Service, of_its_own, text_of
 
 from criticalkv.services.local.engine import LocalEngine
 from criticalkv.services.store.process import StoreProcess, start_store
@@ -22,22 +20,6 @@ from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.identity import Identity, tokens_digest
 from criticalkv.shared.store_client import StoreClient
 
-
-def _whole_path() -> ModuleType:
-    """The neighbour, for its running gateway."""
-    spec = importlib.util.spec_from_file_location(
-        "whole_path", Path(__file__).with_name("test_whole_path.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-whole_path = _whole_path()
-DOCUMENT, text_of = whole_path.DOCUMENT, whole_path.text_of
 LIMIT = 16 << 20
 
 
@@ -58,7 +40,7 @@ def process(tmp_path: Path) -> Iterator[StoreProcess]:
 
 @pytest.fixture
 def service(tiny_model: Any, process: StoreProcess) -> Iterator[Any]:
-    running = whole_path.Service(whole_path.of_its_own(tiny_model()), process)
+    running = Service(of_its_own(tiny_model()), process)
     yield running
     running.close()
 

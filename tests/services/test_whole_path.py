@@ -2,168 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import redis
 import torch
-import uvicorn
-from openai import OpenAI
 from valkey_servers import admin_of
+from whole_service import DOCUMENT, Service, of_its_own, text_of, user
 
-from criticalkv.services.decode.engine import DecodeEngine
-from criticalkv.services.gateway.app import build_app
-from criticalkv.services.gateway.core import GatewayCore
-from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.services.store.process import StoreProcess
 from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.wire import assemble
-from criticalkv.shared.config import Config, DecodeConfig, EvictionConfig, GatewayConfig
-from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.config import EvictionConfig
 from criticalkv.shared.eviction.parameters import ALIASES
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.model.loader import LoadedModel
-from criticalkv.shared.requests import (
-    DecodeDelta,
-    DecodeEnd,
-    DecodeRequest,
-    DecodeStart,
-    PrefillRequest,
-    PrefillResult,
-)
 from criticalkv.shared.store_client import StoreClient
 
 Factory = Callable[..., LoadedModel]
-Event = DecodeStart | DecodeDelta | DecodeEnd
-DOCUMENT = "".join(f"Line {i} says {i * 7919 % 1000}. " for i in range(30))
-GREEDY = {"temperature": 0, "max_tokens": 8}
-
-
-class EngineWorkers:
-    """Workers made of engines in this process; `decoder` is the one that decodes next."""
-
-    def __init__(self, model: LoadedModel, process: StoreProcess, config: Config) -> None:
-        self._model = model
-        self._process = process
-        self._config = config
-        self._store = process.client()
-        self._prefill = PrefillEngine(model, self._store, config.prefill, config.eviction)
-        self.prefills: list[PrefillRequest] = []
-        self.decodes: list[DecodeRequest] = []
-        self._engines: list[DecodeEngine] = []
-        self.fresh_decoder()
-
-    def fresh_decoder(self) -> None:
-        """Decode on another worker from now on: empty cache, own connection."""
-        self.decoder = DecodeEngine(self._model, self._process.client(), self._config.decode)
-        self._engines.append(self.decoder)
-
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
-        self.prefills.append(request)
-        return await asyncio.to_thread(self._prefill.run, request)
-
-    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Event, None]:
-        self.decodes.append(request)
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | CriticalKVError]()
-        sequence = self.decoder.submit(
-            request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event) and None
-        )
-        running = 1 + len(request.branch_seeds)
-        try:
-            while running:
-                event = await events.get()
-                if isinstance(event, CriticalKVError):
-                    raise event
-                yield event
-                running -= isinstance(event, DecodeEnd)
-        finally:
-            sequence.cancelled.set()
-
-    def close(self) -> None:
-        for engine in self._engines:
-            engine.close()
-        self._store.close()
-
-
-class Service:
-    """A running gateway, and what tests ask of it."""
-
-    def __init__(
-        self, model: LoadedModel, process: StoreProcess, eviction: EvictionConfig | None = None
-    ) -> None:
-        config = Config(
-            eviction=eviction or EvictionConfig(),
-            gateway=GatewayConfig(implicit_breakpoint_tokens=200, decode_max_suffix_tokens=100),
-            decode=DecodeConfig(max_num_seqs=4),
-        )
-        self.workers = EngineWorkers(model, process, config)
-        core = GatewayCore(config, model.spec, model.tokenizer, process.client(), self.workers)
-        self._server = uvicorn.Server(
-            uvicorn.Config(build_app(core), host="127.0.0.1", port=0, log_level="warning")
-        )
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.model = model.spec.name
-        self.client = OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
-        )
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self.workers.close()
-
-    def register(self, text: str = DOCUMENT, **fields: Any) -> dict[str, Any]:
-        body = {"text": text, "store_tier": 0.6, **fields}
-        return self.client.post("/contexts", body=body, cast_to=dict[str, Any])
-
-    def chat(
-        self, messages: list[Any], headers: dict[str, str] | None = None, **fields: Any
-    ) -> Any:
-        extension = {
-            k: fields.pop(k)
-            for k in (
-                "context_id",
-                "read_tier",
-                "policy",
-                "turn_policy",
-                "store_tier",
-                "cache_salt",
-            )
-            if k in fields
-        }
-        return self.client.chat.completions.create(
-            model=self.model,
-            messages=messages,
-            extra_body={"criticalkv": extension},
-            extra_headers=headers or {},
-            **{**GREEDY, **fields},
-        )
-
-    def ask(self, question: str, context_id: str, **fields: Any) -> Any:
-        return self.chat([user(question)], context_id=context_id, **fields)
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def text_of(answer: Any) -> str:
-    return str(answer.choices[0].message.content)
-
-
-def of_its_own(model: LoadedModel) -> LoadedModel:
-    """The same weights in every run; under a digest of its own no test finds another's nodes."""
-    return replace(model, spec=replace(model.spec, model_digest=secrets.token_hex(32)))
 
 
 @pytest.fixture
@@ -289,14 +148,20 @@ def test_without_a_record_lost_kv_is_a_404(service: Service, raw_valkey: redis.R
 
 
 def test_two_turns_on_one_parent_are_two_branches(service: Service) -> None:
-    context = service.register()
+    context, questions = service.register(), ("left?", "and right?")
     root = service.ask("one?", context["id"], read_tier=0.2).criticalkv["handle"]
-    left, right = service.ask("left?", root), service.ask("right?", root)
-    assert left.criticalkv["node_id"] != right.criticalkv["node_id"]
-    assert text_of(service.ask("left?", root)) == text_of(left)
-    more = [service.ask("and?", answer.criticalkv["handle"]) for answer in (left, right, left)]
-    assert text_of(more[0]) == text_of(more[2])
-    assert more[0].criticalkv["node_id"] == more[2].criticalkv["node_id"]
+    with ThreadPoolExecutor(2) as pool:
+        turns = list(pool.map(lambda question: service.ask(question, root), questions))
+    service.workers.fresh_decoder()
+    cached = []
+    for question, turn in zip(questions, turns, strict=True):
+        alone = service.ask(question, root)
+        assert text_of(alone) == text_of(turn)
+        assert alone.criticalkv["node_id"] == turn.criticalkv["node_id"]
+        more = [service.ask("and?", t.criticalkv["handle"]) for t in (turn, alone)]
+        assert text_of(more[0]) == text_of(more[1])
+        cached.append(more[0].usage.prompt_tokens_details.cached_tokens)
+    assert cached[1] - cached[0] == len(questions[1]) - len(questions[0])  # a byte is a token
 
 
 def test_a_retried_sampled_turn_is_the_same_answer_and_handle(service: Service) -> None:

@@ -64,7 +64,6 @@ GOOD = {
     "a stream": stream(),
     "a cut stream": stream(done=False, finish="", cut=True),
     "an error event": stream(done=False, code="store_unavailable", event=True),
-    "a cancelled stream": stream(done=False, code="cancelled", event=True),
     "overload": error(429, "overloaded", retry_after=True),
     "a store away": error(503, "store_unavailable", retry_after=True),
     "a deadline": error(504, "deadline_exceeded"),
@@ -91,6 +90,27 @@ def test_a_handle_may_be_lost_with_redis_memory_only() -> None:
     assert judged(replace(lost, born=51.0), events=(EMPTIED,)).count("wrong") == 1
     assert judged(lost).count("wrong") == 1
     assert judged(lost, events=(replace(EMPTIED, what="store"),)).count("wrong") == 1
+
+
+ENDED = {
+    "a cancelled stream": stream(done=False, code="cancelled", event=True),
+    "a lost worker": error(503, "worker_lost", retry_after=True),
+    "a worker lost in a stream": stream(done=False, code="worker_lost", event=True),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_a_request_is_ended_only_near_a_kill(name: str) -> None:
+    one = replace(ENDED[name], start=60.0, end=61.0)
+    killed = Event("decode", 58.0, 60.5)
+    assert judged(one).count("wrong") == 1
+    assert judged(one, events=(killed,)).broken == []
+    assert judged(one, events=(replace(killed, until=None),)).broken == []
+    assert judged(one, events=(Event("store", 60.5, 60.5, by="failpoint"),)).broken == []
+    for far in (Event("decode", 30.0, 40.0), Event("decode", 62.0, 70.0)):
+        assert judged(one, events=(far,)).count("wrong") == 1
+    memory = Event("memory", 58.0, 60.5, by="maxmemory")
+    assert judged(one, events=(memory,)).count("wrong") == 1
 
 
 BAD: dict[str, tuple[str, Record]] = {

@@ -271,6 +271,23 @@ def test_an_engine_that_is_closed_says_go_on_elsewhere_and_another_does(
     assert told(cut_and_continued(local, item, whole, 21)) == told(whole)
 
 
+def test_an_engine_that_closes_before_a_finished_turn_is_stored_says_go_on_elsewhere(
+    local: LocalEngine, context: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: Any) -> Any:
+        raise WorkerLostError("stopping")
+
+    item = turn(context, max_tokens=5)
+    whole = run(local, item)
+    with LocalEngine(local.model, local.store) as closing:
+        monkeypatch.setattr(closing.decode._publication, "publish", closed)
+        events: list[Any] = []
+        with pytest.raises(WorkerLostError):
+            events.extend(closing.decode.generate(item))
+    assert not any(isinstance(e, DecodeEnd) for e in events)
+    assert told(cut_and_continued(local, item, whole, len(whole) - 1)) == told(whole)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_when_the_step_thread_dies_everybody_is_told_at_once(
     local: LocalEngine, context: LocalNode, monkeypatch: pytest.MonkeyPatch

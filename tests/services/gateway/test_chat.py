@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai import APIError, BadRequestError
 
+from criticalkv.services.gateway.auth import LOCAL_TENANT, Tenant
 from criticalkv.shared.errors import StoreUnavailableError
 
 DOC = "d" * 150  # long enough for the implicit breakpoint
@@ -158,11 +159,12 @@ def test_failed_publishing_is_told(gateway: Any) -> None:
     assert gateway.get(f"/v1/contexts/{answer.id}").status_code == 404
 
 
-def test_a_turn_deleted_while_it_streams_is_told_in_the_last_chunk(
+def test_a_turn_that_could_not_be_stored_is_told_in_the_last_chunk(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound = spy_on_bindings(gateway, monkeypatch)
-    gateway.workers.publish_error = "node 0123 is not usable: its parent was deleted"
+    gateway.workers.publish_error = "store: the store is full"
+    gateway.workers.end_fields = {"publish_code": "store_full"}
     stream = gateway.client().chat.completions.create(
         model="tiny", messages=question(), stream=True
     )
@@ -171,6 +173,34 @@ def test_a_turn_deleted_while_it_streams_is_told_in_the_last_chunk(
     extension = last.model_extra["criticalkv"]
     assert (extension["published"], extension["node_id"]) == (False, None)
     assert extension["error"] == gateway.workers.publish_error
+    assert bound == []
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_turn_whose_context_was_deleted_while_it_streamed_ends_in_an_error(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    """Lost without having been deleted, as with a store that came back empty, it is good."""
+    context = gateway.post("/v1/contexts", {"text": "A document. " * 30}).json()["id"]
+    bound = spy_on_bindings(gateway, monkeypatch)
+    gateway.workers.publish_error = "node 0123 is not usable: its parent was deleted"
+    gateway.workers.end_fields = {"publish_code": "node_missing"}
+    tenant = Tenant(LOCAL_TENANT).digest
+
+    def say(_: Any) -> str:
+        if deleted and gateway.store.list_handles(tenant, "ctx_"):
+            gateway.store.delete_handle(tenant, context)
+        return "abc"
+
+    gateway.workers.say = say
+    asked = {"criticalkv": {"context_id": context}, "stream": True}
+    lines = [x for x in gateway.chat(question(), **asked).text.split("\n\n") if x]
+    last = json.loads(lines[-1 if deleted else -2].removeprefix("data: "))
+    if deleted:
+        assert last["error"]["code"] == "context_not_found"
+        assert all('"finish_reason":"' not in line for line in lines)
+    else:
+        assert last["criticalkv"]["published"] is False
     assert bound == []
 
 

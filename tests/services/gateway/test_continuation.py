@@ -13,8 +13,10 @@ from criticalkv.shared.errors import (
     CriticalKVError,
     DeadlineError,
     NumericsError,
+    OverloadedError,
     PoolLimitError,
     StoreUnavailableError,
+    WorkerLostError,
 )
 
 ASK = [{"role": "user", "content": "why?"}]
@@ -65,3 +67,46 @@ def test_a_turn_lost_before_its_end_is_retried_from_its_parent(gateway: Any) -> 
     lost, kept = gateway.workers.decodes[-2:]
     assert (kept.parent, kept.token_ids, kept.emitted) == (lost.parent, lost.token_ids, ())
     assert gateway.get(f"/v1/contexts/{handle}").status_code == 200
+
+
+def test_a_context_that_shrank_meanwhile_is_rebuilt_for_the_rest_of_the_answer(
+    gateway: Any,
+) -> None:
+    context = gateway.post("/v1/contexts", {"text": "d" * 150}).json()
+    document, workers = gateway.workers.prefills[0], gateway.workers
+
+    def die() -> None:
+        workers.fail_after, workers.fail_with = 3, WorkerLostError("died")
+
+    def shrink() -> None:
+        workers.fail_after = None
+        gateway.store.delete_node(document.node_id)
+        workers._prefill(document.model_copy(update={"store_tier": "0.2", "lease_token": ""}))
+
+    workers.before_decode = [die, shrink]
+    workers.say = lambda _: "abcdef"
+    text = gateway.chat(ASK, stream=True, criticalkv={"context_id": context["id"]}).text
+    assert text.endswith("data: [DONE]\n\n")
+    chunks = events(text.removesuffix("data: [DONE]\n\n"))
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "abcdef"
+    assert {request.view for request in workers.decodes} == {("0.4",)}
+    assert gateway.store.stat([document.node_id])[0].tiers[-1] == "0.4"
+
+
+def test_a_full_worker_is_asked_again_for_what_is_left_of_any_choice(gateway: Any) -> None:
+    """Also of one that has told nothing yet, and more often than workers may be lost."""
+    workers = gateway.workers
+    full = OverloadedError("full", retry_after_s=0.01)
+
+    def die() -> None:
+        workers.fail_after, workers.fail_with = 0, WorkerLostError("died")
+
+    def revive() -> None:
+        workers.fail_after, workers.fail_decode = None, [full] * 10
+
+    workers.before_decode = [die, revive]
+    workers.say = lambda request: "" if request.sampling.seed == 5 else "xyz"
+    text = gateway.chat(ASK, stream=True, n=2, seed=5).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert workers.decodes[1].emitted == ()
+    assert len(workers.decodes) == 12

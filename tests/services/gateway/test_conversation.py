@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from criticalkv.services.gateway import prefill_once
+from criticalkv.services.gateway.choices import MAX_LOST_WORKERS
 from criticalkv.services.gateway.lookup import answers_with
 from criticalkv.services.gateway.workers import WorkerLostError
 from criticalkv.shared.cache.records import TokenRecord
@@ -447,10 +448,10 @@ def test_without_kv_and_record_a_context_is_expired(gateway: Any, monkeypatch: A
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "context_expired")
 
 
-def test_a_dead_decode_worker_is_tried_once_more(gateway: Any) -> None:
-    gateway.workers.fail_decode = [WorkerLostError("died")]
+def test_a_dead_decode_worker_is_replaced_a_few_times(gateway: Any) -> None:
+    gateway.workers.fail_decode = [WorkerLostError("died")] * MAX_LOST_WORKERS
     assert gateway.chat([user("q")]).status_code == 200
-    gateway.workers.fail_decode = [WorkerLostError("died")] * 2
+    gateway.workers.fail_decode = [WorkerLostError("died")] * (MAX_LOST_WORKERS + 1)
     answer = gateway.chat([user("q")])
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
 

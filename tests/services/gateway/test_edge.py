@@ -18,6 +18,7 @@ from openai import APIError
 from criticalkv.services.gateway import stream
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.edge import (
+    PIECE_BYTES,
     PROXY_CALLBACK,
     WRITE_TIMEOUT_VARIABLE,
     Edge,
@@ -116,6 +117,44 @@ def test_large_headers_are_refused(shared_gateway: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
     assert ids(answer)
     assert httpx.get(url, headers={f"x-{i}": "x" * 8000 for i in range(7)}).status_code == 200
+
+
+# -------------------------------------------------------------- retry-after
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (503, [], [b"1"]),
+        (429, [], [b"1"]),
+        (429, [(b"Retry-After", b"7")], [b"7"]),
+        (200, [], []),
+        (500, [], []),
+    ],
+)
+async def test_who_is_to_come_back_is_told_when(
+    status: int, said: list[Any], expected: list[bytes]
+) -> None:
+    """Also where Ray Serve refuses, which does not say."""
+    headers: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        await send({"type": "http.response.start", "status": status, "headers": said})
+
+    async def send(message: Any) -> None:
+        headers.extend(message["headers"])
+
+    await Edge(app, 1.0)({"type": "http", "headers": []}, None, send)  # type: ignore[arg-type]
+    assert [value for name, value in headers if name.lower() == b"retry-after"] == expected
+
+
+def test_health_says_when_to_ask_again(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ill() -> bool:
+        return False
+
+    monkeypatch.setattr(gateway.core.store, "healthy", ill)
+    answer = gateway.get("/health")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
 # --------------------------------------------------------------- keep-alive
@@ -251,6 +290,48 @@ async def test_a_reader_that_makes_progress_is_served_however_long_it_takes() ->
 
     await Edge(app, 0.3)({"type": "http", "headers": []}, None, send)  # type: ignore[arg-type]
     assert len(sent) == 5
+
+
+def test_a_steady_reader_of_a_large_body_gets_all_of_it() -> None:
+    """The timeout is for each piece: all of them take longer."""
+    size, piece, timeout_s = 3 << 19, 48 * 1024, 2.0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": True})
+            await send({"type": "http.response.body", "body": b"end"})
+
+    with small_buffers(Edge(app, timeout_s)) as port, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, piece)
+        reader.settimeout(20)
+        reader.connect(("127.0.0.1", port))
+        started, seen = time.monotonic(), b""
+        reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        while more := reader.recv(piece, socket.MSG_WAITALL):
+            seen += more
+            time.sleep(0.12)
+    assert time.monotonic() - started > 1.5 * timeout_s
+    assert seen.count(b"\0") == size  # in HTTP's chunks
+    assert b"end" in seen[-20:]
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+@pytest.mark.parametrize("more", [False, True])
+async def test_a_body_goes_out_in_pieces_and_ends_once(size: int, more: bool) -> None:
+    body, sent = bytes(i % 251 for i in range(size)), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await Edge(app, 5.0)({"type": "http", "headers": []}, None, send)  # type: ignore[arg-type]
+    assert b"".join(m["body"] for m in sent) == body
+    assert len(sent) == max(1, -(-size // PIECE_BYTES))
+    assert max(len(m["body"]) for m in sent) <= PIECE_BYTES
+    assert [m["more_body"] for m in sent] == [True] * (len(sent) - 1) + [more]
 
 
 async def test_after_a_cut_nothing_is_sent_any_more() -> None:

@@ -26,6 +26,7 @@ def test_a_retry_gets_the_same_sampled_answer(gateway: Any, key: dict[str, str])
     first = gateway.chat(ASK, headers=key, n=2, logprobs=True).json()
     second = gateway.chat(ASK, headers=key, n=2, logprobs=True).json()
     assert first == second
+    assert "completed_at" not in second  # which is kept for responses
     assert len(gateway.workers.decodes) == 1
     other = gateway.chat(ASK, headers={"Idempotency-Key": key["Idempotency-Key"] + "x"}).json()
     assert other["id"] != first["id"]

@@ -83,7 +83,8 @@ class Response:
             run.cancel()
 
     def __await__(self) -> Any:
-        return self._run().__await__()
+        self.runs.append(asyncio.ensure_future(self._run()))
+        return self.runs[-1].__await__()
 
     async def _run(self) -> str:
         await asyncio.sleep(self._delay)
@@ -184,3 +185,14 @@ async def test_a_reader_that_is_cancelled_is_not_told_that_the_service_stops() -
     with pytest.raises(asyncio.CancelledError):
         await reading
     await workers.drain(60.0)
+
+
+async def test_draining_waits_for_prefills_and_then_ends_them() -> None:
+    slow = Response(delay=60)
+    workers = RayWorkers(Handle(slow), Handle(Response()))
+    running = asyncio.create_task(workers.prefill(None))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    await workers.drain(0.1)
+    with pytest.raises(CancelledError):
+        await running
+    assert slow.cancelled

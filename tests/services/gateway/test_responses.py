@@ -317,6 +317,14 @@ def test_retrieve_then_delete(gateway: Any) -> None:
         gateway.client().responses.retrieve(created.id)
 
 
+def test_a_stored_response_is_not_streamed(gateway: Any) -> None:
+    created = create(gateway)
+    with pytest.raises(BadRequestError) as caught:
+        gateway.client().responses.retrieve(created.id, stream=True)
+    assert caught.value.param == "stream"
+    assert gateway.client().responses.retrieve(created.id, stream=False).id == created.id
+
+
 def test_deleting_the_first_response_leaves_the_second_to_be_continued(gateway: Any) -> None:
     first = create(gateway, "why?")
     second = create(gateway, "and?", previous_response_id=first.id)
@@ -373,6 +381,7 @@ def bearer(key: str) -> dict[str, str]:
 def test_a_retry_gets_the_same_response(gateway: Any, stream: bool) -> None:
     key = {"Idempotency-Key": secrets.token_hex(8)}
     first = create(gateway, extra_headers=key)
+    wait_a_second()
     if stream:
         with gateway.client().responses.stream(
             model="tiny", input="why?", extra_headers=key
@@ -381,11 +390,19 @@ def test_a_retry_gets_the_same_response(gateway: Any, stream: bool) -> None:
     else:
         second = create(gateway, extra_headers=key)
     assert (second.id, second.output_text) == (first.id, first.output_text)
+    assert (second.created_at, second.completed_at) == (first.created_at, first.completed_at)
     assert second.usage == first.usage
     assert second.model_extra["criticalkv"] == first.model_extra["criticalkv"]
     assert len(gateway.workers.decodes) == 1
     answer = gateway.post("/v1/responses", {"model": "tiny", "input": "other"}, **key)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "idempotency_key_reused")
+
+
+def wait_a_second() -> None:
+    """Until times in whole seconds are others."""
+    now = int(time.time())
+    while int(time.time()) == now:
+        time.sleep(0.02)
 
 
 def test_a_failed_attempt_may_be_retried_at_once(gateway: Any) -> None:

@@ -265,6 +265,55 @@ async def test_what_goes_is_not_counted_any_more(make_rig, valkey, make_node):
     assert owned(valkey, ALICE) == [3 * QUARTER, 1]
 
 
+async def test_a_refused_put_delays_no_other_tenants(make_rig, make_node, monkeypatch):
+    rig = make_rig(8 * QUARTER, max_mb=1)
+    await rig.nodes.pin(ALICE, (await put(rig, make_node, ALICE)).node_id)
+    await put(rig, make_node, "", prefill_ms=1.0)
+    inside, leave, make_room = asyncio.Event(), asyncio.Event(), rig.evictor.make_room
+
+    async def slow(nbytes, tenant=""):
+        if tenant == ALICE:
+            inside.set()
+            await leave.wait()
+        return await make_room(nbytes, tenant)
+
+    monkeypatch.setattr(rig.evictor, "make_room", slow)
+    refused = asyncio.create_task(rig.put(make_node(**MIB), tenant=ALICE))
+    await asyncio.wait_for(inside.wait(), 30)
+    await asyncio.wait_for(put(rig, make_node, BOB), 30)  # which needs room, too
+    assert not refused.done()
+    leave.set()
+    with pytest.raises(QuotaExceededError):
+        await refused
+
+
+async def test_where_nothing_of_a_tenants_goes_its_put_is_refused_at_once(
+    make_rig, make_node, monkeypatch
+):
+    rig = make_rig(max_mb=1)
+    await rig.nodes.pin(ALICE, (await put(rig, make_node, ALICE)).node_id)
+    sweeps, sweep = [], rig.janitor.sweep
+
+    async def counted():
+        sweeps.append(1)
+        await sweep()
+
+    monkeypatch.setattr(rig.janitor, "sweep", counted)
+    for _ in range(2):
+        tries = [rig.put(make_node(**MIB), tenant=ALICE) for _ in range(3)]
+        found = await asyncio.gather(*tries, return_exceptions=True)
+        assert [type(error) for error in found] == [QuotaExceededError] * 3
+    assert not sweeps
+
+
+async def test_a_put_awaits_what_of_its_tenants_is_on_its_way_out(make_rig, valkey, make_node):
+    rig = make_rig(max_mb=1)
+    node = await put(rig, make_node, ALICE)
+    await rig.books.forget(node.node_id)  # as a server that is dropping it does
+    valkey.delete(keys.manifest(node.node_id))
+    await put(rig, make_node, ALICE)
+
+
 def test_a_client_gets_a_typed_error(tmp_path, make_node):
     config = StoreConfig(
         address="127.0.0.1:0",

@@ -134,7 +134,7 @@ def test_call_without_deadline_is_refused(store, method):
 
 
 def test_message_over_the_limit_is_refused(store):
-    with pytest.raises(Exception, match="larger than max"):
+    with pytest.raises(Exception, match="a message exceeds"):
         store.bind_handle("resp_big", ALICE, "0" * 64, bytes(32 << 20))
     assert store.healthy()
 
