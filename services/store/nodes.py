@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -324,17 +324,12 @@ class Nodes:
             await self.unlink_segments(node_id, _text(gone), range(int(count)))
             await self._books.release(member)
         await self._books.forget(node_id, sacrificed=ages)
+        # The answer has arrived: nobody will ask for it again.
+        commands: list[Sequence[Argument]] = [("UNLINK", keys.dropped(node_id))]
         if _text(parent):
-            await self._tell_parent(_text(parent), node_id, needed=bool(needed))
+            commands.append(_gone_from(_text(parent), node_id, needed=bool(needed)))
+        await self._redis.commands(commands)
         return outcome, int(nbytes)
-
-    async def _tell_parent(self, parent: str, node_id: str, *, needed: bool) -> None:
-        # The record of a node with a handle, or above one, leads to its parent's.
-        name = keys.children(parent)
-        if needed:
-            await self._redis.command("ZADD", name, "XX", 0, node_id)
-        else:
-            await self._redis.command("ZREM", name, node_id)
 
     async def spared(self, node_ids: Sequence[str]) -> list[str]:
         """Why each node will neither shrink nor go now, for what a look can tell.
@@ -459,20 +454,22 @@ class Nodes:
         dead = [child for child, lives in zip(children, alive, strict=True) if not lives]
         if not dead:
             return False
-        needed = [child for child in dead if await self._needed(child)]
+        needed = await self._needed(dead)
         loose = [child for child in dead if child not in needed]
         arguments: list[Argument] = [len(loose), *loose, *needed]
         return bool(await self._redis.run(scripts.DISOWN, [keys.children(node_id)], arguments))
 
-    async def _needed(self, node_id: str) -> bool:
-        """Whether a handle leads to a node without manifest, or to one below it."""
-        bound, parent = await self._redis.commands(
-            [("EXISTS", keys.bindings(node_id)), ("EXISTS", keys.children(node_id))]
-        )
-        if parent and not bound:
+    async def _needed(self, node_ids: Sequence[str]) -> set[str]:
+        """Those of nodes without manifest that a handle leads to, or to one below them."""
+        bound, above = await self._exist(keys.bindings, node_ids), set[str]()
+        for node_id in await self._exist(keys.children, node_ids) - bound:
             await self.forget_dead_children(node_id)
-            parent = await self._redis.command("EXISTS", keys.children(node_id))
-        return bool(bound or parent)
+            above |= await self._exist(keys.children, [node_id])
+        return bound | above
+
+    async def _exist(self, name: Callable[[str], str], node_ids: Sequence[str]) -> set[str]:
+        found = await self._redis.commands([("EXISTS", name(node_id)) for node_id in node_ids])
+        return {node_id for node_id, there in zip(node_ids, found, strict=True) if there}
 
     async def _adopt(self, manifest: Manifest) -> bool:
         if not manifest.ancestors:
@@ -595,6 +592,13 @@ def _describe(manifest: Manifest) -> pb.NodeStat:
         view=manifest.identity.view,
         policy=manifest.identity.policy,
     )
+
+
+def _gone_from(parent: str, node_id: str, *, needed: bool) -> Sequence[Argument]:
+    """Return the command that tells a parent of a child without manifest."""
+    # The record of a node with a handle, or above one, leads to its parent's.
+    name = keys.children(parent)
+    return ("ZADD", name, "XX", 0, node_id) if needed else ("ZREM", name, node_id)
 
 
 def _spared(pins: int, pinned_below: int, holds: int, children: int) -> str:

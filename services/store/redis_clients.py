@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import redis.asyncio as redis_asyncio
-from redis import exceptions as redis_exceptions
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, NoScriptError
 
-from criticalkv.services.store.topology import MAX_HOPS, Slots, options
+from criticalkv.services.store.topology import MAX_HOPS, Slots, any_answered, options
 from criticalkv.shared.redis_location import Deployment, Location
 from criticalkv.shared.resp import RETRY_AFTER_S, Moving
 
-exceptions: Any = redis_exceptions  # older stubs lack some of its names
 Argument = str | bytes | int | float
 Command = Sequence[Argument]
 
@@ -210,20 +208,11 @@ class _PrivateSentinel(Sentinel):
         try:
             host, port = await super().discover_master(service_name)
         except MasterNotFoundError as error:
-            asked = await asyncio.gather(*(_answers(one) for one in self.sentinels))
-            if any(asked):
+            if any_answered(self.sentinels, error):
                 raise
             raise NoSentinelError("no Sentinel answers") from error
         self._deployment.at(host, port)
         return host, port
-
-
-async def _answers(sentinel: Any) -> bool:
-    try:
-        await sentinel.ping()
-    except (exceptions.RedisError, OSError) as error:
-        return isinstance(error, exceptions.ResponseError | exceptions.AuthenticationError)
-    return True
 
 
 def _redis(server: Location, timeout_s: float) -> Any:

@@ -98,7 +98,7 @@ class Master:
             try:
                 host, port = self._sentinel.discover_master(self._deployment.service)
             except MasterNotFoundError as error:
-                raise self._nobody() from error
+                raise self._nobody(error) from error
             except (exceptions.RedisError, OSError) as error:
                 raise Unreachable(f"Sentinel failed: {type(error).__name__}") from error
         self.known = self._deployment.at(str(host), int(port))
@@ -114,8 +114,8 @@ class Master:
         finally:
             self._lock.release()
 
-    def _nobody(self) -> Moving:
-        if any(_answers(sentinel) for sentinel in self._sentinel.sentinels):
+    def _nobody(self, error: Exception) -> Moving:
+        if any_answered(self._sentinel.sentinels, error):
             return Moving("no Sentinel names a master", retry_after_s=RETRY_AFTER_S)
         return NobodyLeads("no Sentinel answers", retry_after_s=RETRY_AFTER_S)
 
@@ -315,12 +315,9 @@ def _slots_by(node: Location) -> list[tuple[int, int, str, int]]:
     ]
 
 
-def _answers(sentinel: Any) -> bool:
-    try:
-        sentinel.ping()
-    except (exceptions.RedisError, OSError) as error:
-        return isinstance(error, exceptions.ResponseError | exceptions.AuthenticationError)
-    return True
+def any_answered(sentinels: Sequence[Any], error: Exception) -> bool:
+    """Return whether any Sentinel answered; `error` (MasterNotFoundError) lists the silent."""
+    return not all(str(sentinel) in str(error) for sentinel in sentinels)
 
 
 def once() -> Retry:

@@ -138,6 +138,29 @@ def test_health_is_asked_past_an_open_breaker(store_process):
         client.stat(["0" * 64])
 
 
+@pytest.fixture
+def half_open(store_process):
+    """A client whose breaker waits for a probe; the store is well."""
+    with store_process.client() as client:
+        for _ in range(FAILURES):
+            client._breaker.begin(5.0).failed(errors.StoreUnavailableError("silent"))
+        client._breaker._probe_at = 0.0
+        yield client
+
+
+def test_a_long_put_is_no_probe(half_open):
+    with half_open.open_put("0" * 64, "a" * 16):
+        assert half_open.stat(["0" * 64])  # did not wait for the put's end
+
+
+def test_a_put_before_a_store_that_does_not_serve_fails_soon(half_open, monkeypatch):
+    monkeypatch.setattr(half_open, "healthy", lambda: False)
+    with pytest.raises(errors.StoreUnavailableError, match="does not serve"):
+        half_open.open_put("0" * 64, "a" * 16)
+    with pytest.raises(CircuitOpenError):
+        half_open.open_put("0" * 64, "a" * 16)
+
+
 class Hostile:
     """A gRPC server whose answers a test scripts."""
 
@@ -237,19 +260,15 @@ def test_status_to_typed_error(hostile, client, status, code, kind):
     assert "because" in caught.value.message
 
 
-HEADER = pb.GetFrame(header=pb.GetHeader(manifest_parts=[b"\x80"], tier="1")).SerializeToString()
-
-
 @pytest.mark.parametrize(
     "frames",
     [
         [],
         [b""],
         [b"\xff\xff"],
-        [HEADER],
         [pb.GetFrame(segment=pb.GetSegment()).SerializeToString()],
     ],
-    ids=["nothing", "empty", "garbage", "bad manifest", "no header"],
+    ids=["nothing", "empty", "garbage", "no header"],
 )
 def test_hostile_reads_are_corrupt_and_dropped(hostile, client, frames):
     hostile.answers["GetNode"] = lambda _, __: iter(frames)
@@ -257,6 +276,15 @@ def test_hostile_reads_are_corrupt_and_dropped(hostile, client, frames):
     with pytest.raises(errors.CorruptNodeError):
         client.open_get("0" * 64)
     assert hostile.calls == ["GetNode", "DeleteNode"]
+
+
+def test_manifest_of_a_newer_version_is_a_miss_and_stays(hostile, client):
+    header = pb.GetHeader(manifest_parts=[b"\x80"], tier="1", generation=3)
+    frame = pb.GetFrame(header=header).SerializeToString()
+    hostile.answers["GetNode"] = lambda _, __: iter([frame])
+    with pytest.raises(errors.NodeMissingError):
+        client.open_get("0" * 64)
+    assert hostile.calls == ["GetNode"]
 
 
 @pytest.mark.parametrize(

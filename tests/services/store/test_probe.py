@@ -47,6 +47,14 @@ def test_it_tells_a_serving_store_from_none(tmp_path: Path, secured: dict[str, s
     assert status(tmp_path, address=address, **secured) == 1
 
 
+def test_it_asks_at_a_unix_socket(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/store"
+    config = StoreConfig(address=address, data_dir=str(tmp_path / "d"), memory_limit_mb=16)
+    with start_store(config):
+        assert status(tmp_path, address=address) == 0
+    assert status(tmp_path, address=address) == 1
+
+
 def test_a_wrong_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(tmp_path, adress="127.0.0.1:1") == 1
     assert "adress" in capsys.readouterr().err

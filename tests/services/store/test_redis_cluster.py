@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from redis.crc import key_slot
 from store_thread import store_on
-from valkey_servers import cluster, move_slot, wait_for
+from valkey_servers import Server, cluster, move_slot, wait_for
 
 from criticalkv.services.store import keys
 from criticalkv.services.store.redis_data import RedisData
-from criticalkv.services.store.topology import data_client
+from criticalkv.services.store.topology import Slots, data_client
 from criticalkv.shared.errors import NodeMissingError, StoreFullError, StoreUnavailableError
-from criticalkv.shared.redis_location import Deployment
+from criticalkv.shared.redis_location import Deployment, Location
 
 TENANT = "ab" * 32
 
@@ -145,6 +146,76 @@ async def test_slot_that_moves(redis, data, nodes):
     check(names)
     assert await redis.command("GET", "ckv:{moved}:meta") == b"m"
     assert await redis.run("return redis.call('GET', KEYS[1])", ["ckv:{moved}:meta"], []) == b"m"
+
+
+@pytest.fixture
+def stray(tmp_path):
+    """A node of no cluster, without slots."""
+    with Server(tmp_path, "--cluster-enabled", "yes") as stray:
+        yield stray
+
+
+async def test_seed_without_slots_is_passed_over(nodes, stray):
+    seeds = ",".join(f"127.0.0.1:{server.port}" for server in (stray, nodes[0]))
+    deployment = Deployment.parse(f"redis+cluster://{seeds}")
+    redis, data = RedisData(deployment, 5.0), data_client(deployment, 5.0)
+    try:
+        await redis.check(False)
+        for i in range(20):  # on any server
+            await redis.command("SET", f"ckv:seed:{i}", "1", "PX", 60_000)
+            await asyncio.to_thread(data.set_many, [(f"ckv:data:{i}", b"1")], 60_000)
+    finally:
+        data.close()
+        await redis.close()
+
+
+async def test_answer_that_covers_most_slots_is_kept(nodes, stray):
+    with stray.client() as client:
+        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 9)
+    seeds = tuple(Location(host="127.0.0.1", port=s.port) for s in (stray, nodes[0], stray))
+    slots = Slots(replace(Deployment.parse("redis+cluster://127.0.0.1"), seeds=seeds))
+    slots.refresh()
+    assert {owner.port for owner in slots.masters()} == {node.port for node in nodes}
+
+
+async def test_without_any_master_the_check_fails(stray, monkeypatch):
+    monkeypatch.setattr("criticalkv.services.store.redis_data.FAILOVER_S", 0.3)
+    redis = RedisData(Deployment.parse(f"redis+cluster://127.0.0.1:{stray.port}"), 5.0)
+    try:
+        with pytest.raises(StoreUnavailableError):
+            await redis.check(False)
+    finally:
+        await redis.close()
+
+
+async def test_script_on_a_slot_that_moves_to_a_new_server(tmp_path):
+    """The new one is no master yet, and knows no scripts."""
+    with (
+        cluster(tmp_path, 1) as (old,),
+        Server(tmp_path, "--cluster-enabled", "yes") as new,
+        old.client() as source,
+        new.client() as target,
+    ):
+        source.execute_command("CLUSTER MEET", "127.0.0.1", new.port)
+        for client in (source, target):
+            wait_for(
+                lambda client=client: (
+                    client.execute_command("CLUSTER INFO")["cluster_known_nodes"] == "2"
+                )
+            )
+        wait_for(lambda: target.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        slot = key_slot(b"ckv:{moved}")
+        old_id, new_id = (client.execute_command("CLUSTER MYID") for client in (source, target))
+        target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", old_id)
+        source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", new_id)
+        redis = RedisData(Deployment.parse(f"redis+cluster://127.0.0.1:{old.port}"), 5.0)
+        script = "return redis.call('SET', KEYS[1], ARGV[1]) and KEYS[1]"
+        calls = [(script, [f"ckv:{{moved}}:{i}"], ["x"]) for i in range(3)]
+        try:
+            assert await redis.run_many(calls) == [f"ckv:{{moved}}:{i}".encode() for i in range(3)]
+            assert target.dbsize() == 3
+        finally:
+            await redis.close()
 
 
 def test_slot_moves_under_puts_and_gets(client, nodes, make_node):

@@ -11,13 +11,24 @@ from faulty_proxy import FaultyProxy
 from store_thread import store_on
 from valkey_servers import Server, sentinels, wait_for
 
+from criticalkv.services.store.guarded import GuardedData
 from criticalkv.services.store.redis_data import RedisData
 from criticalkv.services.store.topology import data_client
+from criticalkv.shared.breaker import Breaker, CircuitOpenError
 from criticalkv.shared.errors import ConfigError, NodeMissingError, StoreUnavailableError
 from criticalkv.shared.redis_location import Deployment
-from criticalkv.shared.resp import Moving
+from criticalkv.shared.resp import Moving, NobodyLeads, Unreachable
 
 RECOVERY_S = 10.0
+
+
+class Idle(Server):
+    """A Sentinel that watches nothing."""
+
+    def _words(self):
+        conf = self.directory / "sentinel.conf"
+        conf.write_text(f"port {self.port}\nbind 127.0.0.1\n")
+        return [str(conf), "--sentinel"]
 
 
 @pytest.fixture
@@ -155,6 +166,75 @@ async def test_no_sentinel_answers():
     finally:
         data.close()
         await redis.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_total_outage_opens_the_breaker():
+    deployment = Deployment.parse("redis+sentinel://127.0.0.1:1,127.0.0.1:2/main")
+    for of_metadata in (True, False):
+        breaker = Breaker("Redis", failures=3, pause_s=60)
+        redis = RedisData(deployment, 5.0, breaker=breaker)
+        data = GuardedData(data_client(deployment, 5.0), breaker, 5.0)
+        try:
+            for kind in (NobodyLeads, NobodyLeads, NobodyLeads, CircuitOpenError):
+                call = (
+                    redis.command("PING")
+                    if of_metadata
+                    else asyncio.to_thread(data.get_many, [("k", 1)])
+                )
+                with pytest.raises(kind):
+                    await call
+        finally:
+            data.close()
+            await redis.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_sentinels_that_know_no_master_do_not_open_it(tmp_path):
+    with Idle(tmp_path) as sentinel:
+        deployment = Deployment.parse(
+            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/main"
+        )
+        breaker = Breaker("Redis", failures=1, pause_s=60)
+        redis = RedisData(deployment, 5.0, breaker=breaker)
+        data = GuardedData(data_client(deployment, 5.0), breaker, 5.0)
+        try:
+            for _ in range(2):
+                with pytest.raises(Moving) as caught:
+                    await redis.command("PING")
+                assert caught.type is Moving
+                with pytest.raises(Moving) as caught:
+                    await asyncio.to_thread(data.get_many, [("k", 1)])
+                assert caught.type is Moving
+        finally:
+            data.close()
+            await redis.close()
+
+
+def test_a_known_master_is_not_asked_for_again(tmp_path):
+    """Until it is forgotten: after a lost connection, or a call that was refused."""
+    with sentinels(tmp_path, 1) as (master, _, (watcher,)):
+        data = data_client(Deployment.parse(f"redis+sentinel://127.0.0.1:{watcher.port}/main"), 5.0)
+        assert data.location_of("k").port == master.port
+        watcher.kill()
+        assert data.location_of("k").port == master.port
+        data.forget()
+        with pytest.raises(Unreachable):
+            data.location_of("k")
+        data.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_metadata_that_lose_redis_tell_of_it(tmp_path):
+    lost = []
+    with Server(tmp_path) as server:
+        redis = RedisData(Deployment.parse(server.url), 5.0, on_lost=lambda: lost.append(1))
+        await redis.command("PING")
+        assert not lost
+    with pytest.raises(Unreachable):
+        await redis.command("PING")
+    assert lost
+    await redis.close()
 
 
 async def test_sentinels_that_lead_to_another_machine_are_not_believed(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from criticalkv.services.store.guarded import GuardedData, guarded
 from criticalkv.shared.breaker import Breaker, CircuitOpenError
 from criticalkv.shared.errors import StoreFullError, StoreUnavailableError
-from criticalkv.shared.resp import Moving, TimedOut, Unreachable, busy
+from criticalkv.shared.resp import Moving, NobodyLeads, TimedOut, Unreachable, busy
 
 FAILURES = 3
 
@@ -64,6 +64,33 @@ def test_refusals_neither_open_nor_close_it(breaker, error):
         fail(breaker, Unreachable("x"))
         if not is_open(breaker):
             fail(breaker, error)
+    assert is_open(breaker)
+
+
+def test_where_a_key_is_says_nothing_of_redis(breaker):
+    """It may be known without asking, or be asked of others."""
+
+    class Known:
+        def location_of(self, key):
+            if key == "lost":
+                raise Unreachable("no Sentinel answers")
+            return key
+
+    client = GuardedData(Known(), breaker, 5.0)
+    for _ in range(2 * FAILURES):
+        with pytest.raises(Unreachable):
+            client.location_of("lost")
+    assert not is_open(breaker)
+    for _ in range(FAILURES):
+        assert client.location_of("here") == "here"
+        fail(breaker, Unreachable("x"))
+    with pytest.raises(CircuitOpenError):
+        client.location_of("here")
+
+
+def test_no_sentinel_counts_once_the_time_for_a_takeover_is_over(breaker):
+    for _ in range(FAILURES):
+        fail(breaker, NobodyLeads("x"))
     assert is_open(breaker)
 
 

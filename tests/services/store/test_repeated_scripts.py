@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from redis.crc import key_slot
 from store_rig import Rig
 from valkey_servers import user_of
 
@@ -143,3 +144,13 @@ async def test_what_a_node_replaces_is_unlinked(rig: Rig, make_node: Any) -> Non
 
 def attempt_of(node: Any) -> tuple[str, str]:
     return node.node_id, node.manifest.attempt
+
+
+def test_what_is_remembered_lives_in_the_same_slot() -> None:
+    for name, remembered in (
+        (keys.handle(DIGEST), keys.unbound(DIGEST)),
+        (keys.request("ab", DIGEST), keys.forgotten(keys.request("ab", DIGEST))),
+        (keys.manifest(DIGEST), keys.dropped(DIGEST)),
+        (keys.SIZES, keys.DONE + ":word"),
+    ):
+        assert key_slot(name.encode()) == key_slot(remembered.encode())

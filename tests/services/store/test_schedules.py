@@ -130,11 +130,20 @@ class Run:
             await rig.janitor.sweep()
             await asyncio.sleep(GRACE_S)
         await rigs[0].janitor.sweep()
+        await self.check_freeing(rigs[0])
         for which in range(NODES):
             node_id = self.node(which).node_id
             if (await rigs[0].nodes.present([node_id]))[0]:
                 await self.read(rigs[0], node_id, "")
                 assert (await rigs[0].nodes.present([node_id]))[0], "it was damaged"
+
+    async def check_freeing(self, rig):
+        counted = await rig.redis.command("HGETALL", keys.FREEING)
+        counted = {name: size for name, size in counted.items() if int(size)}
+        await rig.redis.command("DEL", keys.COUNTED)
+        await rig.books.recount(1)
+        anew = await rig.redis.command("HGETALL", keys.FREEING)
+        assert counted == {name: size for name, size in anew.items() if int(size)}
 
 
 @settings(
