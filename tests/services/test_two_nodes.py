@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import ray_nodes
 import yaml
-from openai import APIStatusError, OpenAI
+from openai import APIConnectionError, APIStatusError, APITimeoutError, OpenAI
 
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.config import StoreConfig
@@ -89,8 +89,9 @@ def until_back(call: Callable[[], Any]) -> Any:
     while True:
         try:
             return call()
-        except APIStatusError as error:
-            if error.status_code not in (429, 503) or time.monotonic() > deadline:
+        except (APIStatusError, APIConnectionError) as error:
+            passing = getattr(error, "status_code", 503) in (429, 503)
+            if not passing or isinstance(error, APITimeoutError) or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
 
