@@ -225,7 +225,13 @@ def _replays(records: Iterable[Record]) -> Iterator[Finding]:
         ask = record.ask
         if ask is None or not ask.sampling or not record.answered:
             continue
-        question = (ask.turn.question, ask.turn.max_tokens, ask.sampling)
+        question = (
+            repr(ask.before),
+            ask.turn.question,
+            ask.turn.max_tokens,
+            ask.stop,
+            ask.sampling,
+        )
         name = (ask.document, ask.own, ask.policy, ask.form, record.tier, *question)
         first = said.setdefault(name, record)
         if first.text != record.text:

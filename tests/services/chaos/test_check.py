@@ -196,8 +196,9 @@ def test_one_seed_draws_one_answer_per_tier() -> None:
     other = replace(one, text="xyz")
     assert [f.record for f in judged(one, other).broken] == [1]
     assert judged(one, replace(other, tier="0.2")).broken == []
-    changed = replace(SAMPLED, sampling="temperature=1.1 seed=2")
-    assert judged(one, replace(other, ask=changed)).broken == []
+    before = (Turn("Which one?", 6, "0.4", "abc"),)
+    for change in ({"sampling": "temperature=1.1 seed=2"}, {"stop": "z"}, {"before": before}):
+        assert judged(one, replace(other, ask=replace(SAMPLED, **change))).broken == [], change
 
 
 def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
