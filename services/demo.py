@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from rich.table import Table
 from criticalkv.services.cli import running
 from criticalkv.shared.config import Config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
+from criticalkv.shared.loopback import free_port
 
 DOCUMENT_TOPICS = ("compound", "execmodel")
 DOCUMENT_CHARS = 12_500
@@ -252,10 +252,3 @@ def beside_others(config: Config) -> Config:
         if "threads" not in part.model_fields_set:
             parts[name] = part.model_copy(update={"threads": threads})
     return config.model_copy(update=parts)
-
-
-def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,8 +1,9 @@
-"""Which addresses can only mean this machine."""
+"""Which addresses can only mean this machine, and its free ports."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 
 def is_loopback(host: str) -> bool:
@@ -20,3 +21,10 @@ def is_local_address(address: str) -> bool:
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     return is_loopback(address.rpartition(":")[0])
+
+
+def free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.loopback import free_port
 from criticalkv.shared.store_client import StoreClient
 
 GAUGE = "ckv_store_running_calls"
@@ -57,7 +57,7 @@ def abandoned_puts(port: int) -> float:
 
 def measure(count: int) -> dict[str, Any]:
     """Cancel `count` calls; return what was open before and after, and how long it took."""
-    port = _free_port()
+    port = free_port()
     config = StoreConfig(address="127.0.0.1:0", memory_limit_mb=64, metrics_port=port)
     with start_store(config) as process:
         cancel_many(process, count)  # pools fill up to what so many need at once
@@ -130,12 +130,6 @@ def _open_things(process: StoreProcess) -> dict[str, int]:
         "store_threads": store.num_threads(),
         "client_fds": psutil.Process().num_fds(),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from types import TracebackType
 
 import redis
@@ -15,6 +14,7 @@ from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.cache.manifest import Manifest, Segment
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.config import StoreConfig
+from criticalkv.shared.loopback import free_port
 from criticalkv.shared.store_client import StoreClient
 
 MEMORY_MB = 1024
@@ -107,10 +107,3 @@ def tiny_node() -> tuple[Manifest, TokenRecord, bytes]:
         segments=(segment,),
     )
     return manifest, TokenRecord(identity=identity, token_ids=ids), payload
-
-
-def free_port() -> int:
-    """Return a TCP port of loopback that nobody uses now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.config import Config, load_config
 from criticalkv.shared.errors import CriticalKVError, StoreUnavailableError
 from criticalkv.shared.failpoints import VARIABLE
+from criticalkv.shared.loopback import free_port
 from criticalkv.shared.store_client import StoreClient
 
 START_S = 300.0
@@ -170,11 +170,11 @@ class System:
         self._socket = str(self.folder / "valkey" / "valkey.sock")
         own: dict[str, dict[str, Any]] = {
             "model": {"path": self.model},
-            "gateway": {"port": _free_port(), "api_keys_file": str(keys_file)},
+            "gateway": {"port": free_port(), "api_keys_file": str(keys_file)},
             "store": {
-                "address": f"127.0.0.1:{_free_port()}",
+                "address": f"127.0.0.1:{free_port()}",
                 "redis_url": f"unix://{self._socket}",
-                "metrics_port": _free_port(),
+                "metrics_port": free_port(),
             },
         }
         merged = {
@@ -269,9 +269,3 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline()).strip()
     except psutil.Error:
         return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import redis
 import xxhash
+from store_rig import Rig
 from valkey_servers import admin_of
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store.process import StoreProcess, start_store
+from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.cache.manifest import Manifest, Segment
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.config import StoreConfig
@@ -155,3 +158,32 @@ def each_path(request: pytest.FixtureRequest, store_process: StoreProcess) -> It
     with StoreClient.of(config) as client:
         yield client
         assert client._direct is None or client._direct.open
+
+
+@pytest.fixture(scope="module")
+def own_valkey() -> Iterator[Valkey]:
+    """A Valkey for the rigs of one file."""
+    with Valkey("", 1 << 30) as running:
+        yield running
+
+
+@pytest.fixture
+def emptied(own_valkey: Valkey) -> Iterator[redis.Redis]:
+    """A client of `own_valkey`, which is empty again after the test."""
+    with admin_of(own_valkey.directory) as client:
+        yield client
+        client.flushall()
+
+
+@pytest.fixture
+async def rigs(own_valkey: Valkey, emptied: redis.Redis) -> AsyncIterator[Callable[..., Rig]]:  # noqa: ARG001
+    """Make rigs on `own_valkey`; see Rig."""
+    made: list[Rig] = []
+
+    def make(config: StoreConfig, *arguments: Any) -> Rig:
+        made.append(Rig(own_valkey.store, config, *arguments))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        await rig.close()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_rig import Rig, held_bytes, total
-from valkey_servers import admin_of
+from store_rig import held_bytes, total
 
 from criticalkv.services.store import keys
-from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import StoreUnavailableError
 
@@ -18,30 +16,14 @@ TENANT = "ab" * 32
 CONFIG = StoreConfig(read_deadline_s=GRACE_S, lease_ttl_s=2)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Valkey("", 1 << 30) as valkey:
-        yield valkey
+@pytest.fixture
+def valkey(emptied):
+    return emptied
 
 
 @pytest.fixture
-def valkey(server):
-    with admin_of(server.directory) as client:
-        yield client
-        client.flushall()
-
-
-@pytest.fixture
-async def make_rig(server, valkey):  # noqa: ARG001 - emptied after use
-    rigs = []
-
-    def make(**config):
-        rigs.append(Rig(server.store, CONFIG.model_copy(update=config)))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        await rig.close()
+def make_rig(rigs):
+    return lambda **config: rigs(CONFIG.model_copy(update=config))
 
 
 @pytest.fixture

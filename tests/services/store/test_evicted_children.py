@@ -5,36 +5,23 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from store_rig import Rig
-from valkey_servers import admin_of
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys
-from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.config import StoreConfig
 
 ALICE = "a1" * 16
 CONFIG = StoreConfig(read_deadline_s=0.3, lease_ttl_s=2)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Valkey("", 1 << 30) as valkey:
-        yield valkey
+@pytest.fixture
+def valkey(emptied):
+    return emptied
 
 
 @pytest.fixture
-def valkey(server):
-    with admin_of(server.directory) as client:
-        yield client
-        client.flushall()
-
-
-@pytest.fixture
-async def rig(server, valkey):  # noqa: ARG001 - emptied after use
-    rig = Rig(server.store, CONFIG)
-    yield rig
-    await rig.close()
+def rig(rigs):
+    return rigs(CONFIG)
 
 
 async def put_chain(rig, make_node, length):

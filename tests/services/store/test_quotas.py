@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_rig import Rig, held_bytes, total
-from valkey_servers import admin_of
+from store_rig import held_bytes, total
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys
 from criticalkv.services.store.process import start_store
-from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.config import StoreConfig, TenantQuota
 from criticalkv.shared.errors import NodeMissingError, QuotaExceededError
 from criticalkv.shared.identity import tenant_digest
@@ -23,33 +21,20 @@ MIB = {"tiers": TIERS, "layers": 1, "rows": 1024, "head_dim": 31, "tokens": 4096
 QUARTER = 1024 * (8 * 31 + 4)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Valkey("", 1 << 30) as valkey:
-        yield valkey
+@pytest.fixture
+def valkey(emptied):
+    return emptied
 
 
 @pytest.fixture
-def valkey(server):
-    with admin_of(server.directory) as client:
-        yield client
-        client.flushall()
-
-
-@pytest.fixture
-async def make_rig(server, valkey):  # noqa: ARG001 - emptied after use
-    rigs = []
-
+def make_rig(rigs):
     def make(limit_bytes=1 << 30, **quota):
         config = StoreConfig(
             read_deadline_s=0.3, lease_ttl_s=2, tenant_quotas={"alice": TenantQuota(**quota)}
         )
-        rigs.append(Rig(server.store, config, limit_bytes))
-        return rigs[-1]
+        return rigs(config, limit_bytes)
 
-    yield make
-    for rig in rigs:
-        await rig.close()
+    return make
 
 
 def owned(valkey, tenant):

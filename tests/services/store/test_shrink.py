@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_rig import Rig, held_bytes, total
-from valkey_servers import admin_of
+from store_rig import held_bytes, total
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys
 from criticalkv.services.store.order import RecencyOrder
-from criticalkv.services.store.valkey import Valkey
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import InvalidRequestError, NodeMissingError, StoreFullError
 from criticalkv.shared.frames import decode_get
@@ -25,31 +23,19 @@ GRACE_S = 0.3
 CONFIG = StoreConfig(read_deadline_s=GRACE_S, lease_ttl_s=2)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Valkey("", 1 << 30) as valkey:
-        yield valkey
+@pytest.fixture
+def valkey(emptied):
+    return emptied
 
 
 @pytest.fixture
-def valkey(server):
-    with admin_of(server.directory) as client:
-        yield client
-        client.flushall()
-
-
-@pytest.fixture
-async def make_rig(server, valkey):  # noqa: ARG001 - emptied after use
-    rigs = []
-
+def make_rig(rigs):
     def make(limit_bytes=1 << 30, order=None, **config):
-        rigs.append(Rig(server.store, CONFIG.model_copy(update=config), limit_bytes, order))
-        rigs[-1].evictor.young_s = 0.0
-        return rigs[-1]
+        rig = rigs(CONFIG.model_copy(update=config), limit_bytes, order)
+        rig.evictor.young_s = 0.0
+        return rig
 
-    yield make
-    for rig in rigs:
-        await rig.close()
+    return make
 
 
 @pytest.fixture
