@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from criticalkv.kernels import flash, reference
+from criticalkv.kernels import flash, quantized_reference, reference
+from criticalkv.kernels.group_layout import GroupLayout
 
 Norm = Literal["l1", "l2"]
 Reduction = Literal["mean", "sum", "max", "sumsq"]
@@ -437,3 +438,108 @@ def _on_cpu(group_size: int, head_dim: int) -> ModuleType | None:
         log.warning("attention over pages runs in plain torch, much slower", exc_info=True)
         return None
     return paged_attention_cpu
+
+
+def quantize(
+    keys: Tensor, values: Tensor, positions: Tensor, starts: Tensor, fills: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:
+    """Quantize runs of KV entries into groups (layout: `group_layout`).
+
+    Args:
+        keys: [n, D], any float dtype, finite, |x| ≤ 65504; D even.
+        values: like keys.
+        positions: integers [n].
+        starts: int64 [N], first row of each group.
+        fills: integers [N], its rows, 1…32.
+        bits: 8 or 4.
+
+    Returns:
+        (key bytes uint8 [N, key_bytes], value bytes uint8 [N, value_bytes]).
+    """
+    return quantized_reference.quantize(keys, values, positions, starts, fills, bits)
+
+
+def dequantize(
+    key_groups: Tensor, value_groups: Tensor, fills: Tensor, layout: GroupLayout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the entries of groups, group after group: zero + scale · code.
+
+    Args:
+        key_groups: uint8 [N, key_bytes].
+        value_groups: uint8 [N, value_bytes].
+        fills: integers [N].
+        layout: of the groups.
+
+    Returns:
+        (keys fp32 [Σ fills, D], values like keys, positions int32 [Σ fills]).
+    """
+    return quantized_reference.dequantize(key_groups, value_groups, fills, layout)
+
+
+def quantized_attention(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    tables: Tensor,
+    fills: Tensor,
+    query_cu: Tensor,
+    *,
+    layout: GroupLayout,
+    scaling: float,
+    window: int | None = None,
+    query_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to quantized groups in pages, several sequences at once, without expanding them.
+
+    Row (s, h) lists the groups of sequence s and KV head h. The queries own none of the
+    entries and see all of them, but for a sliding window; what they own is attended to by
+    `paged_attention`, and `merge` joins the two.
+
+    Args:
+        q: [num_q_heads, T, D], after RoPE; the sequences' queries one after another.
+        key_pages: uint8 [P, bytes of a page]: as many groups as fit, back to back.
+        value_pages: like key_pages; both hold `groups_per_page` groups.
+        tables: int32 [S, num_kv_heads, C], page · groups_per_page + place in the page.
+        fills: int32 [S, num_kv_heads, C], entries in use; 0 = nothing there.
+        query_cu: int32 [S + 1], cumulative queries from 0, on the CPU; none may be empty.
+        layout: of the groups.
+        scaling: factor of the logits.
+        window: sliding window: a query at position p only sees positions > p − window.
+        query_positions: integers [T]; needed with a window.
+
+    Returns:
+        (out fp32 [num_q_heads, T, D], lse fp32 [num_q_heads, T]); a query that sees
+        nothing has output 0 and lse −inf.
+    """
+    if q.shape[0] % tables.shape[1]:
+        raise ValueError(f"{q.shape[0]} query heads do not divide by {tables.shape[1]}")
+    if tables.shape != fills.shape or query_cu.numel() != tables.shape[0] + 1:
+        raise ValueError("tables, fills and query_cu are of different batches")
+    if window is not None and query_positions is None:
+        raise ValueError("a window needs query_positions")
+    return quantized_reference.quantized_attention(
+        q,
+        key_pages,
+        value_pages,
+        tables,
+        fills,
+        query_cu,
+        layout=layout,
+        scaling=scaling,
+        window=window,
+        query_positions=query_positions,
+    )
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Join attention over disjoint sets of entries by their log-sum-exp.
+
+    A query that sees only one part gets that part's output, bit for bit.
+
+    Args:
+        parts: (out [num_q_heads, T, D], lse fp32 [num_q_heads, T]) each.
+
+    Returns:
+        fp32 [num_q_heads, T, D].
+    """
+    return quantized_reference.merge(list(parts))

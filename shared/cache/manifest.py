@@ -20,8 +20,18 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from criticalkv.kernels.group_layout import ROWS, GroupLayout
+from criticalkv.shared.cache.codec import layout_of
+from criticalkv.shared.cache.quality import Quality
 from criticalkv.shared.errors import CorruptNodeError
-from criticalkv.shared.identity import FORMAT_VERSION, HEX64, Identity, NodeId, canonical_tier
+from criticalkv.shared.identity import (
+    CODEC_RAW,
+    FORMAT_VERSION,
+    HEX64,
+    Identity,
+    NodeId,
+    canonical_tier,
+)
 
 MAX_PART_BYTES = 64 * 1024
 MAX_PARTS = 256
@@ -37,12 +47,13 @@ MAX_TABLE = 1 << 20
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _SEGMENT = np.dtype([("layer", "<u2"), ("tier", "<u2"), ("rows", "<u4"), ("checksum", "<u8")])
+_QUANTIZED_SEGMENT = np.dtype([*_SEGMENT.descr, ("groups", "<u4")])
 
 
 class Segment(BaseModel):
     """One stored piece: `rows` KV entries of one (layer, tier), head-major.
 
-    `checksum` is xxh3_64 of the payload.
+    `checksum` is xxh3_64 of the payload. A quantized segment holds whole groups.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +62,7 @@ class Segment(BaseModel):
     tier: int = Field(ge=0, lt=MAX_TIERS, description="index into Manifest.tiers, or dropped")
     rows: int = Field(gt=0)
     checksum: int = Field(ge=0, lt=1 << 64)
+    groups: int = Field(default=0, ge=0, lt=1 << 32, description="of a quantized codec")
 
 
 class Manifest(BaseModel):
@@ -77,6 +89,7 @@ class Manifest(BaseModel):
     dropped_tiers: int = Field(default=0, ge=0, lt=MAX_TIERS, description="cut off at the top")
     nested: bool = True
     prefill_ms: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
+    quality: Quality | None = Field(default=None, description="measured when it was made")
     tier_lens: tuple[tuple[tuple[int, ...], ...], ...]
     segments: tuple[Segment, ...] = Field(max_length=MAX_SEGMENTS)
 
@@ -104,6 +117,9 @@ class Manifest(BaseModel):
             raise ValueError("view must hold canonical tiers")
         if self.next_position < self.num_tokens:
             raise ValueError("next_position is smaller than num_tokens")
+        if self.quality is not None and len(self.quality.tiers) not in (0, len(self.tiers)):
+            raise ValueError("quality has another number of tiers than the node")
+        layout_of(self.identity.codec, self.head_dim)  # refuses what it does not know
         lens = self.lens
         shape = (len(self.tiers), self.num_layers, self.num_kv_heads)
         if lens.shape != shape:
@@ -118,15 +134,20 @@ class Manifest(BaseModel):
         if given > MAX_TIERS:
             raise ValueError(f"more than {MAX_TIERS} tiers, the dropped ones included")
         rows = np.zeros((self.num_layers, given), dtype=np.int64)
-        for segment in self.segments:
+        groups = np.zeros_like(rows)
+        largest = max(MAX_SEGMENT_BYTES, self._bytes_of(1, 1))
+        for index, segment in enumerate(self.segments):
             if segment.layer >= self.num_layers or segment.tier >= given:
                 raise ValueError("a segment names a layer or tier that does not exist")
-            if segment.rows * self.entry_bytes > max(MAX_SEGMENT_BYTES, self.entry_bytes):
+            if self.segment_bytes(index) > largest:
                 raise ValueError("a segment is larger than its limit")
             rows[segment.layer, segment.tier] += segment.rows
-        expected = np.diff(self.lens.sum(axis=2), axis=0, prepend=0).T
-        if not (rows[:, : len(self.tiers)] == expected).all():
+            groups[segment.layer, segment.tier] += segment.groups
+        added = np.diff(self.lens, axis=0, prepend=0)
+        if not (rows[:, : len(self.tiers)] == added.sum(axis=2).T).all():
             raise ValueError("segment rows do not add up to the tier table")
+        if not (groups[:, : len(self.tiers)] == self.group_counts.sum(axis=2).T).all():
+            raise ValueError("segment groups do not add up to the tier table")
 
     def __eq__(self, other: object) -> bool:
         # Not pydantic's: that compares the cached table too, and arrays have no truth value.
@@ -150,14 +171,33 @@ class Manifest(BaseModel):
         """Content address, derived from the identity."""
         return self.identity.node_id
 
+    @cached_property
+    def layout(self) -> GroupLayout | None:
+        """Layout of the groups of a quantized node, None for raw."""
+        return layout_of(self.identity.codec, self.head_dim)
+
+    @cached_property
+    def group_counts(self) -> npt.NDArray[np.int64]:
+        """Groups that each tier adds per head, int64 [tiers, layers, kv_heads]; raw: 0."""
+        added = np.diff(self.lens, axis=0, prepend=0)
+        counts: npt.NDArray[np.int64] = -(-added // ROWS)
+        return counts if self.layout else np.zeros_like(counts)
+
     @property
     def entry_bytes(self) -> int:
-        """Stored bytes of one KV entry: key, value and int32 position."""
+        """Stored bytes of one KV entry: key, value and int32 position; without its group's."""
+        if self.layout:
+            return self.layout.wire_row_bytes
         return 2 * self.head_dim * ITEMSIZE[self.identity.dtype] + 4
+
+    def _bytes_of(self, rows: int, groups: int) -> int:
+        return rows * self.entry_bytes + groups * (
+            self.layout.wire_group_bytes if self.layout else 0
+        )
 
     def segment_bytes(self, index: int) -> int:
         """Payload bytes of segment `index`."""
-        return self.segments[index].rows * self.entry_bytes
+        return self._bytes_of(self.segments[index].rows, self.segments[index].groups)
 
     def tier_index(self, tier: str) -> int:
         """Index of a stored tier."""
@@ -165,7 +205,9 @@ class Manifest(BaseModel):
 
     def tier_bytes(self) -> list[int]:
         """Bytes that a read at each tier transfers."""
-        return [n * self.entry_bytes for n in self.tier_entries()]
+        groups = self.group_counts.sum(axis=(1, 2)).cumsum().tolist()
+        pairs = zip(self.tier_entries(), groups, strict=True)
+        return [self._bytes_of(rows, count) for rows, count in pairs]
 
     def tier_entries(self) -> list[int]:
         """KV entries kept at each tier, over all layers and KV heads."""
@@ -182,7 +224,7 @@ class Manifest(BaseModel):
 
     def added_bytes(self, tier: int) -> int:
         """Bytes that one tier, given by its index, adds to those below it."""
-        return sum(s.rows for s in self.segments if s.tier == tier) * self.entry_bytes
+        return sum(self.segment_bytes(i) for i in self.segments_of(tier))
 
     def shrunk_to(self, tier: str) -> Manifest:
         """Return the manifest of the same node without the tiers above `tier`."""
@@ -190,6 +232,9 @@ class Manifest(BaseModel):
         fields = {name: getattr(self, name) for name in Manifest.model_fields}
         fields["tiers"], fields["tier_lens"] = self.tiers[:kept], self.tier_lens[:kept]
         fields["dropped_tiers"] = self.dropped_tiers + len(self.tiers) - kept
+        if self.quality is not None:
+            left = {"tiers": self.quality.tiers[:kept]}
+            fields["quality"] = self.quality.model_copy(update=left)
         return Manifest(**fields)
 
     def read_order(self, tier: str, layers: range) -> list[int]:
@@ -222,10 +267,13 @@ def encode_manifest(manifest: Manifest) -> list[bytes]:
     header = manifest.model_dump(exclude={"tier_lens", "segments"})
     if not manifest.dropped_tiers:  # readers of an older version know no such field
         del header["dropped_tiers"]
+    if manifest.quality is None:
+        del header["quality"]
     header["segments"] = len(manifest.segments)
-    segments = np.array(
-        [(s.layer, s.tier, s.rows, s.checksum) for s in manifest.segments], dtype=_SEGMENT
-    )
+    kind = _segment_kind(manifest.identity.codec)
+    names = kind.names or ()
+    rows = [tuple(getattr(s, name) for name in names) for s in manifest.segments]
+    segments = np.array(rows, dtype=kind)
     table = manifest.lens.astype("<i4").tobytes() + segments.tobytes()
     head = msgpack.packb(header)
     if len(head) > MAX_PART_BYTES:
@@ -306,17 +354,22 @@ def _decode(parts: Sequence[bytes]) -> Manifest:
     if not isinstance(count, int) or not 0 <= count <= MAX_SEGMENTS:
         raise ValueError("segment count out of range")
     lens_bytes = 4 * shape[0] * shape[1] * shape[2]
-    expected = lens_bytes + count * _SEGMENT.itemsize
+    kind = _segment_kind(header["identity"]["codec"])
+    expected = lens_bytes + count * kind.itemsize
     if sum(len(p) for p in parts[1:]) != expected:
         raise ValueError("table bytes do not match the header")
     table = b"".join(bytes(p) for p in parts[1:])
     header["tier_lens"] = np.frombuffer(table[:lens_bytes], "<i4").reshape(shape).tolist()
-    names = _SEGMENT.names or ()
+    names = kind.names or ()
     header["segments"] = [
         dict(zip(names, row, strict=True))
-        for row in np.frombuffer(table[lens_bytes:], _SEGMENT).tolist()
+        for row in np.frombuffer(table[lens_bytes:], kind).tolist()
     ]
     return Manifest.model_validate(header)
+
+
+def _segment_kind(codec: object) -> np.dtype[np.void]:
+    return _SEGMENT if codec == CODEC_RAW else _QUANTIZED_SEGMENT
 
 
 def _table_shape(header: dict[str, Any]) -> tuple[int, int, int]:
