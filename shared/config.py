@@ -138,7 +138,12 @@ class TenantQuota(_Section):
     max_mb: int = Field(default=0, ge=0, description="payload bytes, MiB")
     max_nodes: int = Field(default=0, ge=0, description="stored nodes")
     max_pins: int = Field(default=0, ge=0, description="pinned nodes")
-    max_ttl_s: int = Field(default=0, ge=0, description="a longer time to live is shortened to it")
+    max_ttl_s: int = Field(
+        default=0,
+        ge=0,
+        description="a longer time to live is shortened to it; token records, from which lost KV "
+        "is rebuilt, live for record_ttl_s all the same",
+    )
 
 
 class StoreConfig(_Section):
@@ -158,9 +163,9 @@ class StoreConfig(_Section):
     redis_reader_url: str = Field(
         default="",
         description="user (and address) that read_path 'direct' reads segments with; it needs GET "
-        "on ckv:* and nothing else. The address must be of the same server or a replica of it; "
-        "what is missing there costs a read through the store. Not for 'embedded', which makes "
-        "one itself",
+        "on ckv:{*}:s:* and SELECT, and nothing else. The address must be of the same server or "
+        "a replica of it; what is missing there costs a read through the store. Not for "
+        "'embedded', which makes one itself",
     )
     read_path: Literal["grpc", "direct"] = Field(
         default="grpc",

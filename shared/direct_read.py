@@ -28,6 +28,8 @@ BATCH_BYTES = 4 << 20
 CONNECT_TIMEOUT_S = 2.0
 IDLE_CONNECTIONS = 8
 """Kept for each server."""
+STALL_S = 3.0
+"""Longest silence of a connection before the read goes on through the store."""
 IDLE_S = 30.0
 """Connections to a server that no read has gone to for this long are closed."""
 _TIMER_S = 0.02
@@ -204,8 +206,8 @@ class _Connection(DataConnection):
                 yield self._frame(segment, more=segment is not wanted[-1])
 
     def _limit(self) -> None:
-        # Each operation of the socket ends at the deadline of the whole read.
-        left = max(self._deadline - time.monotonic(), 0.001)
+        # Each operation of the socket ends soon enough to read through the store instead.
+        left = min(max(self._deadline - time.monotonic(), 0.001), STALL_S)
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(left)
             return

@@ -176,6 +176,13 @@ class WorkerLostError(CriticalKVError):
     code = "worker_lost"
 
 
+class StoppingError(CriticalKVError):
+    """The service is being stopped: it begins nothing, and ends what takes too long."""
+
+    http_status = 503
+    code = "stopping"
+
+
 class NodeMissingError(CriticalKVError):
     """A node is absent, or unusable and therefore treated as absent: a miss.
 

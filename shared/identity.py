@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
+from typing import Final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-FORMAT_VERSION = 2
-CODEC_RAW = "raw"
+FORMAT_VERSION = 3
+CODEC_RAW: Final = "raw"
+"""Codec of nodes that keep the model's own dtype."""
 POLICY_DENSE = "dense"
 """Policy of nodes that keep every entry, such as a turn: one tier, 1."""
 
@@ -96,7 +98,7 @@ class Identity(BaseModel):
     model_digest: str = Field(pattern=HEX64)
     tokenizer_digest: str = Field(pattern=HEX64)
     dtype: str = Field(max_length=16)
-    codec: str = Field(default=CODEC_RAW, max_length=64)
+    codec: str = Field(default=CODEC_RAW, max_length=64, description="as the policy says")
     policy: str = Field(max_length=512)
     salt: str = Field(pattern=HEX64)
     parent: str | None = Field(default=None, pattern=HEX64)

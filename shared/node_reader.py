@@ -234,8 +234,11 @@ class NodeReader:
 
     def _refuse(self, why: str) -> NoReturn:
         # Damaged for us is damaged for all: dropped, unless a newer writer replaced it.
+        # Before the header nothing says which attempt it is: then it may be a newer
+        # version's, which only we cannot read.
         self.close()
-        self._drop()
+        if self._attempt:
+            self._drop()
         raise CorruptNodeError.of(self._node_id, why)
 
     def _drop(self) -> None:

@@ -157,7 +157,8 @@ def _damage_on_the_way() -> Iterator[None]:
         raise
     except InvalidRequestError as error:
         raise StoreUnavailableError(
-            "a node did not arrive in the store as it was sent; retry", retry_after_s=1.0
+            f"a node did not arrive in the store as it was sent ({error.message}); retry",
+            retry_after_s=1.0,
         ) from error
 
 

@@ -393,7 +393,7 @@ class StoreClient:
         timeout_s = min(self.timeout_s, 2.0)
         try:  # past the breaker: a store that has come back is found at once
             response = check(request, timeout=timeout_s, metadata=self._credentials.metadata)
-        except grpc.RpcError:
+        except (grpc.RpcError, ValueError):  # a ValueError: closed meanwhile
             return False
         serving = bool(response.status == health_pb2.HealthCheckResponse.SERVING)
         if serving:
@@ -457,7 +457,10 @@ class StoreClient:
 
     def _start_get(self, request: pb.GetNodeRequest, timeout_s: float) -> Any:
         call = self._call("GetNode")
-        return call(request, timeout=timeout_s, metadata=self._credentials.metadata)
+        try:
+            return call(request, timeout=timeout_s, metadata=self._credentials.metadata)
+        except ValueError as error:
+            raise _closed() from error
 
     def _call(self, method: str) -> Callable[..., Any]:
         self._open()

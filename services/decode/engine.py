@@ -369,7 +369,8 @@ class DecodeEngine:
                 self._closed.set()
                 left = list(self._live)
             for sequence in left:
-                if sequence.finish_reason is None:
+                # One that has finished is out of _running once its end is being written.
+                if sequence.finish_reason is None or sequence in self._running:
                     self._fail(sequence, WorkerLostError(STOPPING))
 
     def _loop(self) -> None:
@@ -718,7 +719,7 @@ class DecodeEngine:
             kept_bytes=unused * pages.page_bytes,
             queued_bytes=sum(map(self._room.wanted, self._waiting)) * pages.page_bytes,
             waiting=len(self._waiting),
-            waiting_tokens=sum(len(s.next_tokens) for s in begun if not s.generated),
+            waiting_tokens=sum(len(s.next_tokens) for s in begun if not s.spent.question_s),
             running=len(self._running),
             tokens_per_s=self._rate.per_second(),
         )

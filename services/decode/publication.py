@@ -60,7 +60,10 @@ class Publication:
         assert kv is not None
         cache = kv.own(len(tokens)) if isinstance(kv, TurnKV) else kv.own(tokens, check)
         identity = self._identity(turn, tokens, turn.request.salt, turn.pending_ids)
-        published = self._put(turn, identity, cache, tokens, turn.pending_ids, turn.request.ttl_ms)
+        request = turn.request
+        published = self._put(
+            turn, identity, cache, tokens, turn.pending_ids, request.ttl_ms, tenant=request.tenant
+        )
         if isinstance(kv, TurnKV):
             self._keep(kv, published.manifest, len(tokens))
         return published.manifest.node_id, published.stored_bytes
@@ -96,7 +99,9 @@ class Publication:
         # pending tokens and a life of its own.
         identity = self._identity(turn, tokens, secrets.token_hex(32))
         try:
-            published = self._put(turn, identity, cache, tokens, (), int(left_ms) + 1000)
+            # Nobody's quota: that the pool is short is not the tenant's doing.
+            ttl_ms = int(left_ms) + 1000
+            published = self._put(turn, identity, cache, tokens, (), ttl_ms, tenant="")
         except CriticalKVError as error:
             log.warning("a turn could not be swapped out and runs again: %s", error)
             return None
@@ -110,6 +115,8 @@ class Publication:
         tokens: Sequence[int],
         pending_ids: Sequence[int],
         ttl_ms: int,
+        *,
+        tenant: str,
     ) -> Published:
         return publish_cache(
             self._store,
@@ -122,7 +129,7 @@ class Publication:
             attempt=secrets.token_hex(16),
             prefill_ms=1e3 * (time.perf_counter() - turn.started),
             ttl_ms=ttl_ms,
-            tenant=turn.request.tenant,
+            tenant=tenant,
             timeout_s=self._timeout_s,
         )
 

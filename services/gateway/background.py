@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 
 from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.metrics import Metrics
-from criticalkv.services.gateway.workers import WorkerLostError
 from criticalkv.shared.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -21,6 +20,7 @@ from criticalkv.shared.errors import (
     LeaseLostError,
     OverloadedError,
     StoreUnavailableError,
+    WorkerLostError,
 )
 
 RETRY_S = (1.0, 30.0)  # first and longest pause

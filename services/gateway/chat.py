@@ -333,7 +333,9 @@ class Turn:
             "turn", after, base.policy, base.salt, first_policy=base.first_policy or ""
         )
         if self._keeping.complete is not None:
-            metadata = self._keeping.complete(metadata, text, end, self.usage)
+            # Off the loop: it packs the whole conversation.
+            complete = self._keeping.complete
+            metadata = await asyncio.to_thread(complete, metadata, text, end, self.usage)
         try:
             await self._core.store.bind_handle(
                 self._handles[index],
@@ -363,6 +365,8 @@ class Turn:
             await self._core.resolve(self._tenant, self._base.handle)
         except ContextNotFoundError:
             return True
+        except CriticalKVError as error:  # then the answer is whole, and only not published
+            log.warning("cannot look whether a context was deleted: %s", error.code)
         return False
 
     def _fold(self, index: int, leaf: str, end: DecodeEnd, after: Transcript) -> None:

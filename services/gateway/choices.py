@@ -188,7 +188,8 @@ class Choices:
         except (NodeMissingError, WorkerLostError) as error:
             return error
         except OverloadedError as error:  # who is left has the lost one's work, too
-            if not any(told.anything for told in self._told):
+            # A stream that has begun has its 200 already: it waits.
+            if not any(told.start or told.anything for told in self._told):
                 raise
             return error
         # An end without all its events must not look like an answer.
@@ -220,7 +221,14 @@ class Choices:
     async def _restore(self, error: NodeMissingError, view: Sequence[str]) -> None:
         if self.plan.parent is None:
             raise error
-        self.plan = await self._planner.restore(self.plan, self._deadline, view)
+        while True:
+            try:
+                self.plan = await self._planner.restore(self.plan, self._deadline, view)
+                return
+            except OverloadedError as full:
+                if not any(told.start or told.anything for told in self._told):
+                    raise
+                await self._deadline.bound(asyncio.sleep(full.retry_after_s or PAUSE_S))
 
 
 def _first(failed: BaseExceptionGroup[Exception]) -> Exception:

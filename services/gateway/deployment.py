@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
-from criticalkv.services.gateway.ray_workers import POLL_S, RayWorkers
+from criticalkv.services.gateway.ray_workers import POLL_S, RayWorkers, http_host
 from criticalkv.shared.config import Config
 from criticalkv.shared.model.spec import load_spec, load_tokenizer
 from criticalkv.shared.store_client import StoreClient
@@ -28,6 +28,7 @@ class Gateway:
     """
 
     def __init__(self, config: Config, prefill: Any, decode: Any) -> None:
+        config = _as_served(config)
         spec = load_spec(config.model, check_device=False)
         self._workers = RayWorkers(prefill, decode)
         self._core = GatewayCore(
@@ -48,3 +49,15 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve in the replica, after the constructor."""
         return build_app(self._core)
+
+
+def _as_served(config: Config) -> Config:
+    """Return the configuration with the host that Serve listens on, whoever started it.
+
+    Without API keys that has to be a loopback address: it is not for `gateway.host` to say.
+    """
+    host = http_host()
+    if host is None:
+        return config
+    gateway = config.gateway.model_copy(update={"host": host})
+    return config.model_copy(update={"gateway": gateway})

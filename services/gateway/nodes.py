@@ -10,7 +10,7 @@ from typing import Protocol
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.shared.errors import NodeMissingError, PolicyError
-from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.policy import Policy, codec_of
 from criticalkv.shared.identity import POLICY_DENSE, Identity, NodeId, resolve_tier, tokens_digest
 
 
@@ -129,6 +129,7 @@ def child_identity(
         model_digest=model.model_digest,
         tokenizer_digest=model.tokenizer_digest,
         dtype=model.dtype,
+        codec=codec_of(want.policy),
         policy=want.policy,
         salt=want.salt,
         parent=parent.id if parent else None,
@@ -159,6 +160,14 @@ def is_ours(policy: str) -> bool:
         return policy == POLICY_DENSE or Policy.parse(policy).canonical() == policy
     except PolicyError:
         return False
+
+
+def codec_named(policy: str | None) -> str | None:
+    """Return the codec of a stored policy; None without one, or if another version wrote it."""
+    try:
+        return None if policy is None else codec_of(policy)
+    except PolicyError:
+        return None
 
 
 def enough(tiers: Sequence[str], at_least: str | None) -> bool:

@@ -11,8 +11,13 @@ from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.lease import keep
 from criticalkv.services.gateway.metrics import Metrics
 from criticalkv.services.gateway.nodes import enough
-from criticalkv.services.gateway.workers import WorkerLostError, Workers
-from criticalkv.shared.errors import LeaseLostError, NodeMissingError, OverloadedError
+from criticalkv.services.gateway.workers import Workers
+from criticalkv.shared.errors import (
+    LeaseLostError,
+    NodeMissingError,
+    OverloadedError,
+    WorkerLostError,
+)
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 

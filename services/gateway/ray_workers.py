@@ -15,6 +15,7 @@ from ray.exceptions import (
     TaskCancelledError,
     WorkerCrashedError,
 )
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -26,6 +27,7 @@ from criticalkv.shared.errors import (
     CancelledError,
     CriticalKVError,
     OverloadedError,
+    StoppingError,
     WorkerLostError,
 )
 from criticalkv.shared.requests import DecodeRequest, PrefillRequest, PrefillResult
@@ -52,14 +54,18 @@ class RayWorkers:
         self._prefill = prefill
         self._decode = decode.options(stream=True)
         self._calls: set[Any] = set()
+        self._background: set[Any] = set()
         self._is_draining = False
 
     async def drain(self, grace_s: float) -> None:
         """Begin nothing more; end what still runs after the grace, with an error.
 
-        Returns when all has ended; the last errors may still be on their way to clients.
+        What nobody waits for ends at once. The last errors may still be on their way to
+        clients when this returns.
         """
         self._is_draining = True
+        for response in self._background:
+            response.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while self._calls:
@@ -71,7 +77,8 @@ class RayWorkers:
         """Compute and publish one node; a cancelled call stops the worker."""
         self._check_open()
         response = self._prefill.run.remote(request)
-        self._calls.add(response)
+        calls = self._background if request.background else self._calls
+        calls.add(response)
         try:
             result: PrefillResult = await response
         except asyncio.CancelledError as error:
@@ -81,7 +88,7 @@ class RayWorkers:
         except Exception as error:
             raise unwrap(error) from error
         finally:
-            self._calls.discard(response)
+            calls.discard(response)
         return result
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Event, None]:
@@ -106,14 +113,20 @@ class RayWorkers:
 
     def _check_open(self) -> None:
         if self._is_draining:
-            raise WorkerLostError(STOPPING, retry_after_s=1.0)
+            raise StoppingError(STOPPING, retry_after_s=1.0)
+
+
+def http_host() -> str | None:
+    """Return the host that Serve listens on; None if no Serve runs here."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else str(client.http_config.host)
 
 
 def _check_cancelled(error: asyncio.CancelledError) -> None:
     """Tell a call that `drain` cancelled from one whose caller left."""
     task = asyncio.current_task()
     if task is None or not task.cancelling():
-        raise CancelledError(STOPPING) from error
+        raise StoppingError(STOPPING, retry_after_s=1.0) from error
 
 
 def unwrap(error: Exception) -> Exception:

@@ -7,7 +7,7 @@ handle will do, also a registered context's or a chat completion's.
 Instructions are not part of a conversation: they come before it, and each response has its
 own or none. The same as before, and the conversation goes on from its node. Others, and it is
 rendered anew behind them: for that the handle's metadata hold the texts of the conversation,
-compressed, in the 64 KiB that there are. They are the tenant's own, live as long as the
+compressed, in 16 KiB. They are the tenant's own, live as long as the
 handle, and go with it. A longer conversation keeps its node and can be continued, but not
 under other instructions: that is a 400 that says to send the messages again.
 
@@ -17,6 +17,7 @@ Contexts before a breakpoint are cached as ever, and an `Idempotency-Key` keeps 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -34,7 +35,6 @@ from criticalkv.services.gateway.response_schemas import ResponseRequest
 from criticalkv.services.gateway.response_shape import echo, finished_fields, object_fields
 from criticalkv.services.gateway.schemas import MAX_BREAKPOINTS, ChatMessage, TextPart
 from criticalkv.services.gateway.transcript import Metadata
-from criticalkv.shared.cache.manifest import MAX_PART_BYTES
 from criticalkv.shared.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -43,6 +43,8 @@ from criticalkv.shared.errors import (
 from criticalkv.shared.model.chat import Message, Part
 from criticalkv.shared.requests import DecodeEnd
 
+MAX_KEPT_BYTES = 16 * 1024
+"""Of one response, compressed: handles count against no quota of bytes."""
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
 
 
@@ -165,7 +167,7 @@ class Responses:
         param = "previous_response_id" if request.previous_response_id else "criticalkv.context_id"
         found, meta = await self._resolve(tenant, request.base_id, param)
         base = base_after(tenant, request.criticalkv, meta, found)
-        known = Kept.decode(meta.response).messages
+        known = (await asyncio.to_thread(Kept.decode, meta.response)).messages
         history = None if known is None else [*known, *said]
         if meta.instructions == _digest(request.instructions):
             return Before(base, asked, history)
@@ -202,7 +204,7 @@ class _Completion:
         for less in kept.shorter():
             instructions, response = _digest(self.request.instructions), less.encode()
             whole = metadata.model_copy(update={"instructions": instructions, "response": response})
-            if len(whole.encode()) <= MAX_PART_BYTES:
+            if len(whole.encode()) <= MAX_KEPT_BYTES:
                 break
         return whole
 

@@ -8,7 +8,14 @@ from decimal import Decimal
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.async_store import AsyncStore
 from criticalkv.services.gateway.deadline import Deadline
-from criticalkv.services.gateway.nodes import Model, Node, enough, is_ours, read_node
+from criticalkv.services.gateway.nodes import (
+    Model,
+    Node,
+    codec_named,
+    enough,
+    is_ours,
+    read_node,
+)
 from criticalkv.services.gateway.prefill_once import Prefiller
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.errors import ContextExpiredError, NodeMissingError
@@ -147,7 +154,12 @@ class Restorer:
             identity.tokenizer_digest,
             identity.dtype,
         )
-        return identity.node_id == name and ours == theirs and is_ours(identity.policy)
+        return (
+            identity.node_id == name
+            and ours == theirs
+            and is_ours(identity.policy)
+            and identity.codec == codec_named(identity.policy)
+        )
 
 
 def _tiers_read(

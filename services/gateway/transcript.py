@@ -1,4 +1,4 @@
-"""What the gateway remembers of a conversation: roles and a digest, never text."""
+"""What the gateway remembers of a conversation: roles and a digest; text only of responses."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from criticalkv.shared.errors import WorkerLostError
 from criticalkv.shared.requests import (
     DecodeDelta,
     DecodeEnd,
@@ -14,8 +13,6 @@ from criticalkv.shared.requests import (
     PrefillRequest,
     PrefillResult,
 )
-
-__all__ = ["Event", "WorkerLostError", "Workers"]
 
 Event = DecodeStart | DecodeDelta | DecodeEnd
 

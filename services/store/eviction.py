@@ -27,7 +27,7 @@ from criticalkv.services.store.quotas import Quotas
 from criticalkv.services.store.shrinking import Shrinker
 from criticalkv.services.store.tasks import repeat
 from criticalkv.shared.config import StoreConfig
-from criticalkv.shared.errors import StoreFullError
+from criticalkv.shared.errors import NodeTooLargeError, StoreFullError
 
 log = logging.getLogger(__name__)
 _PAGE = 64
@@ -91,14 +91,19 @@ class Evictor:
         """Have an attempt hold `nbytes` altogether, making room if they do not fit.
 
         Raises:
+            NodeTooLargeError: if it exceeds the store's limit, or the tenant's.
             StoreFullError: if nothing more may go.
             QuotaExceededError: if nothing more of the tenant's may go.
         """
         quota, limit = self._quotas.of(tenant), self._books.limit_bytes
         if nbytes > limit:
-            raise StoreFullError(f"{nbytes} bytes exceed store.memory_limit_mb ({limit} bytes)")
+            raise NodeTooLargeError(
+                f"a node of {nbytes} bytes exceeds store.memory_limit_mb ({limit} bytes); lower "
+                "eviction.store_tier, or raise the limit",
+                param="store.memory_limit_mb",
+            )
         if 0 < quota.max_bytes < nbytes:
-            raise quota.exceeded("max_mb", f"a node of {nbytes} bytes")
+            raise quota.too_large(nbytes)
         reserve = partial(self._books.reserve, member, nbytes, quota.max_bytes)
         missing, own = await reserve()
         if own > 0:  # nobody else waits for that
@@ -218,6 +223,7 @@ class Evictor:
                 that gained something. 0 = all of them.
         """
         gained, size = 0, _TALL_PAGE if tall else _PAGE
+        gone: set[str] = set()
         for hopeful in (True, False):  # what seems to be spared is tried last
             offset = 0
             while gained < wanted:
@@ -228,7 +234,10 @@ class Evictor:
                 old = [node_id for node_id, used in page if not before_us or used <= before_us]
                 for node_id in await self._promising(old, tall, hopeful):
                     outcome, nbytes = await step(node_id)
-                    left -= outcome in ("absent", "floor")
+                    # Once: what is listed again has a place that the books do not know.
+                    if outcome in ("absent", "floor") and node_id not in gone:
+                        gone.add(node_id)
+                        left -= 1
                     gained += bool(nbytes) if nodes else nbytes
                     if gained >= wanted or (tall and nbytes):
                         break

@@ -87,6 +87,7 @@ class Reader:
                         yield frame
         finally:
             for late in running:
+                late.cancel()  # one that waits for a thread never starts
                 late.add_done_callback(_retrieve)
 
     def _read(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from criticalkv.services.store.metrics import METRICS
 from criticalkv.shared.config import StoreConfig, TenantQuota
-from criticalkv.shared.errors import QuotaExceededError
+from criticalkv.shared.errors import NodeTooLargeError, QuotaExceededError
 from criticalkv.shared.identity import tenant_digest
 
 
@@ -38,6 +38,15 @@ class Quota:
     def shortened(self, ttl_ms: int) -> int:
         """Return a time to live that is not longer than allowed, ms."""
         return min(ttl_ms, self.max_ttl_ms) if self.max_ttl_ms else ttl_ms
+
+    def too_large(self, nbytes: int) -> NodeTooLargeError:
+        """Return the error of a node that alone exceeds the limit of bytes, and count it."""
+        METRICS.quota_refusals.labels("max_mb").inc()
+        return NodeTooLargeError(
+            f"a node of {nbytes} bytes exceeds the tenant's {self.field}.max_mb "
+            f"({self.max_bytes} bytes)",
+            param=f"{self.field}.max_mb",
+        )
 
     def exceeded(self, name: str, what: str) -> QuotaExceededError:
         """Return the error of a refusal, and count it.

@@ -149,9 +149,9 @@ class ClusterClient:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
     async def _know(self) -> None:
-        if not self._slots.masters():
+        if not self._slots.known:
             async with self._refreshing:
-                if not self._slots.masters():
+                if not self._slots.known:
                     await asyncio.to_thread(self._slots.refresh)
 
     def _owner(self, words: Command) -> Location:

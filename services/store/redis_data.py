@@ -1,6 +1,6 @@
 """Redis as the store's metadata sees it: commands, scripts, and typed errors.
 
-Payloads do not pass here; see `resp` and `topology`.
+Payloads do not pass here; see `shared.resp` and `topology`.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class RedisData:
         """
         try:
             infos = await self._try(lambda: self._client.everywhere("INFO", "memory"))
-        except (Unreachable, Moving):
-            raise
         except StoreUnavailableError as error:
+            if not isinstance(error.__cause__, exceptions.ResponseError):
+                raise  # no answer; a refusal is one
             if not self._warned:
                 log.warning("cannot read Redis's maxmemory-policy (%s): noeviction?", error)
             self._warned = True

@@ -463,6 +463,11 @@ BOOK_TRASH = (
     _BOOKS
     + """
 if not redis.call('ZSCORE', TRASH, ARGV[1]) then
+  -- Its dropped tiers go with it: they are freed once, not twice.
+  for tier = 0, 31 do
+    local cut = ARGV[1] .. ':' .. tier
+    if redis.call('ZREM', CUTS, cut) == 1 then cut_bytes(cut, 0) end
+  end
   count(ARGV[1], -1)
   free(ARGV[1], number(redis.call('HGET', SIZES, ARGV[1])))
 end

@@ -45,7 +45,7 @@ from criticalkv.services.store.topology import data_client
 from criticalkv.services.store.valkey import Valkey, die_with_parent
 from criticalkv.shared.breaker import Breaker
 from criticalkv.shared.config import StoreConfig
-from criticalkv.shared.errors import ConfigError, CriticalKVError
+from criticalkv.shared.errors import ConfigError, CriticalKVError, StoreUnavailableError
 from criticalkv.shared.frames import MAX_MESSAGE_BYTES
 from criticalkv.shared.malloc import tune_malloc
 from criticalkv.shared.redis_location import Deployment, Location
@@ -97,7 +97,7 @@ async def serve(
 
     Raises:
         ConfigError: if the configuration is unsafe or the address is taken.
-        StoreUnavailableError: if Redis does not answer.
+        StoreUnavailableError: if Redis does not answer, or the embedded one has ended.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -109,7 +109,11 @@ async def serve(
             listening(store)
         if ready is not None:
             ready()
-        await stop.wait()
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), WATCH_S)
+            if store.valkey is not None and store.valkey.process.poll() is not None:
+                raise StoreUnavailableError("the embedded Valkey has ended; start the store again")
 
 
 @asynccontextmanager
@@ -176,6 +180,7 @@ async def _listening(
         offer,
         RunningCalls(config.max_concurrent_rpcs),
         config.node_ttl_s * 1000,
+        config.read_deadline_s,
     )
     server = grpc.aio.server(
         options=OPTIONS,

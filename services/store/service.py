@@ -68,6 +68,7 @@ class Service:
         offer: Offer,
         calls: RunningCalls,
         node_ttl_ms: int,
+        read_deadline_s: float,
     ) -> None:
         self._security = security
         self._writer = writer
@@ -80,6 +81,7 @@ class Service:
         self._offer = offer
         self._calls = calls
         self._node_ttl_ms = node_ttl_ms
+        self._read_deadline_s = read_deadline_s
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handlers by method name. Frames of both streams stay raw bytes."""
@@ -199,9 +201,17 @@ class Service:
         try:
             with self._admitted(context):
                 offered = await self._offered(request, context)
-                async with aclosing(self._reader.get(request, offered)) as frames:
+                async with (
+                    asyncio.timeout(self._read_deadline_s),
+                    aclosing(self._reader.get(request, offered)) as frames,
+                ):
                     async for frame in frames:
                         yield frame
+        except TimeoutError:
+            limit = errors.DeadlineError(
+                f"a read may take store.read_deadline_s ({self._read_deadline_s:g} s)"
+            )
+            await _abort(context, limit)
         except Exception as error:
             await _abort(context, error)
 

@@ -148,6 +148,11 @@ class Slots:
         """Return the slot's master, or None if it is not known."""
         return self._owners.get(slot)
 
+    @property
+    def known(self) -> bool:
+        """Whether any slot's master is known."""
+        return bool(self._owners)
+
     def masters(self) -> set[Location]:
         """Return all masters that are known."""
         return set(self._owners.values())

@@ -48,8 +48,8 @@ STORE_RULES = (
 """What the store's user may do: its own keys, and the commands that it and its scripts use."""
 CLUSTER_RULES = "+cluster|slots +asking"
 """What it needs besides on a cluster."""
-READER_RULES = "resetchannels %R~ckv:{*}:s:* -@all +get"
-"""What the user of direct reads may do: read segments."""
+READER_RULES = "resetchannels %R~ckv:{*}:s:* -@all +get +select"
+"""What the user of direct reads may do: read segments, in any database."""
 ADMIN_RULES = "allchannels allkeys +@all"
 USERS_FILE = "users.acl"
 
