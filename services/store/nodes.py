@@ -578,6 +578,7 @@ def _fields(manifest: Manifest, commit: pb.PutCommit, tenant: str) -> list[Argum
 
 
 def _describe(manifest: Manifest) -> pb.NodeStat:
+    tiers = manifest.quality.tiers if manifest.quality else ()
     return pb.NodeStat(
         node_id=manifest.node_id,
         present=True,
@@ -591,7 +592,17 @@ def _describe(manifest: Manifest) -> pb.NodeStat:
         ancestors=manifest.ancestors,
         view=manifest.identity.view,
         policy=manifest.identity.policy,
+        tier_quality=[pb.TierQuality(**dict(tier)) for tier in tiers],
+        codec_quality=_codec_quality(manifest),
     )
+
+
+def _codec_quality(manifest: Manifest) -> pb.CodecQuality | None:
+    if manifest.quality is None or manifest.quality.codec is None:
+        return None
+    codec = manifest.quality.codec
+    errors = (max(codec.key_error, default=0.0), max(codec.value_error, default=0.0))
+    return pb.CodecQuality(key_error=errors[0], value_error=errors[1], kl=codec.kl)
 
 
 def _gone_from(parent: str, node_id: str, *, needed: bool) -> Sequence[Argument]:

@@ -195,9 +195,8 @@ class Service:
         except Exception as error:
             await _abort(context, error)
 
-    async def _get_node(
-        self, request: pb.GetNodeRequest, context: _Context
-    ) -> AsyncIterator[bytes]:
+    async def _get_node(self, request: pb.GetNodeRequest, context: _Context) -> None:
+        # No generator: its caller's limit would not reach it while a frame is being sent.
         try:
             with self._admitted(context):
                 offered = await self._offered(request, context)
@@ -206,7 +205,7 @@ class Service:
                     aclosing(self._reader.get(request, offered)) as frames,
                 ):
                     async for frame in frames:
-                        yield frame
+                        await context.write(frame)
         except TimeoutError:
             limit = errors.DeadlineError(
                 f"a read may take store.read_deadline_s ({self._read_deadline_s:g} s)"

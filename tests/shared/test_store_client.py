@@ -270,12 +270,13 @@ def test_status_to_typed_error(hostile, client, status, code, kind):
     ],
     ids=["nothing", "empty", "garbage", "no header"],
 )
-def test_hostile_reads_are_corrupt_and_dropped(hostile, client, frames):
+def test_hostile_reads_are_corrupt(hostile, client, frames):
     hostile.answers["GetNode"] = lambda _, __: iter(frames)
     hostile.answers["DeleteNode"] = lambda _, __: b""
     with pytest.raises(errors.CorruptNodeError):
         client.open_get("0" * 64)
-    assert hostile.calls == ["GetNode", "DeleteNode"]
+    # Nothing says which attempt it is, and a newer version's frame may be what we cannot read.
+    assert hostile.calls == ["GetNode"]
 
 
 def test_manifest_of_a_newer_version_is_a_miss_and_stays(hostile, client):

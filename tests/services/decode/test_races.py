@@ -473,15 +473,31 @@ def test_who_fails_at_a_steps_end_takes_no_others_logits_along(
     assert_empty(local.decode)
 
 
+def put_for(local: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the tenants that nodes are put for."""
+    store, tenants = local.decode._publication._store, []
+    open_put = store.open_put
+
+    def noted(*args: Any, **how: Any) -> Any:
+        tenants.append(how["tenant"])
+        return open_put(*args, **how)
+
+    monkeypatch.setattr(store, "open_put", noted)
+    return tenants
+
+
 def test_a_turn_that_ends_where_another_was_swapped_out_is_a_node_of_its_own(
     local: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same prompt and tokens: but its last token is pending, and it is kept longer."""
     prompt = tuple(ids(20, 1))
     made_room = preempt_once(local.decode, monkeypatch, parent=None)
-    long = request(None, (), token_ids=prompt, sampling={"max_tokens": 50})
+    long = request(None, (), token_ids=prompt, sampling={"max_tokens": 50}, tenant="ab")
     short = request(None, (), token_ids=prompt, sampling={"max_tokens": 10})
+    tenants = put_for(local, monkeypatch)
     swapped: list[Any] = list(local.decode.generate(long))
+    # Whose quota what was swapped out counts against, and the turn: the pool was short.
+    assert tenants == ["", long.tenant]
     assert len(made_room) == swapped[-1].preemptions == 1
     events: list[Any] = list(local.decode.generate(short))
     manifest = local.manifest(LocalNode(events[-1].node_id, (), False))

@@ -110,3 +110,22 @@ def test_a_full_worker_is_asked_again_for_what_is_left_of_any_choice(gateway: An
     assert text.endswith("data: [DONE]\n\n")
     assert workers.decodes[1].emitted == ()
     assert len(workers.decodes) == 12
+
+
+def test_a_stream_that_has_begun_waits_for_a_full_worker(gateway: Any) -> None:
+    """Its client has read a 200, although no word was said yet."""
+    workers = gateway.workers
+    full = OverloadedError("full", retry_after_s=0.01)
+
+    def die() -> None:
+        workers.fail_after, workers.fail_with = 0, WorkerLostError("died")
+
+    def revive() -> None:
+        workers.fail_after, workers.fail_decode = None, [full] * 3
+
+    workers.before_decode = [die, revive]
+    workers.say = lambda _: "xyz"
+    text = gateway.chat(ASK, stream=True).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert '"error"' not in text
+    assert len(workers.decodes) == 5

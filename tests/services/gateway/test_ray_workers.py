@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from criticalkv.shared.errors import (
     CriticalKVError,
     NodeMissingError,
     OverloadedError,
+    StoppingError,
     StoreFullError,
     WorkerLostError,
 )
 from criticalkv.shared.requests import DecodeEnd
 
+REQUEST = SimpleNamespace(background=False)
 END = DecodeEnd(finish_reason="stop", prompt_tokens=1, completion_tokens=1, node_id=None)
 
 
@@ -121,7 +124,7 @@ class Handle:
 async def test_a_cancelled_prefill_cancels_the_worker() -> None:
     response = Response(delay=10)
     workers = RayWorkers(Handle(response), Handle(Response()))
-    task = asyncio.create_task(workers.prefill(None))  # type: ignore[arg-type]
+    task = asyncio.create_task(workers.prefill(REQUEST))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -143,7 +146,7 @@ async def test_errors_come_out_typed() -> None:
     failing = Response(wrapped(StoreFullError("full")))
     workers = RayWorkers(Handle(failing), Handle(failing))
     with pytest.raises(StoreFullError):
-        await workers.prefill(None)  # type: ignore[arg-type]
+        await workers.prefill(REQUEST)  # type: ignore[arg-type]
     with pytest.raises(StoreFullError):
         await anext(workers.decode(None))  # type: ignore[arg-type]
 
@@ -162,13 +165,14 @@ async def test_draining_waits_then_ends_what_runs_with_an_error_and_begins_nothi
         began = asyncio.get_running_loop().time()
         await workers.drain(1.0 if response is slow else 60.0)
         assert asyncio.get_running_loop().time() - began < 30
-        with pytest.raises(WorkerLostError):
-            await workers.prefill(None)  # type: ignore[arg-type]
-        with pytest.raises(WorkerLostError):
+        with pytest.raises(StoppingError):
+            await workers.prefill(REQUEST)  # type: ignore[arg-type]
+        with pytest.raises(StoppingError):
             await anext(workers.decode(None))  # type: ignore[arg-type]
         ends += await asyncio.gather(reading, return_exceptions=True)
     assert ends[0] == [END] * 3
-    assert isinstance(ends[1], CancelledError)
+    assert isinstance(ends[1], StoppingError)  # a 503: trying again helps
+    assert ends[1].retry_after_s
     assert (quick.cancelled, slow.cancelled) == (False, True)
 
 
@@ -190,9 +194,23 @@ async def test_a_reader_that_is_cancelled_is_not_told_that_the_service_stops() -
 async def test_draining_waits_for_prefills_and_then_ends_them() -> None:
     slow = Response(delay=60)
     workers = RayWorkers(Handle(slow), Handle(Response()))
-    running = asyncio.create_task(workers.prefill(None))  # type: ignore[arg-type]
+    running = asyncio.create_task(workers.prefill(REQUEST))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     await workers.drain(0.1)
-    with pytest.raises(CancelledError):
+    with pytest.raises(StoppingError):
+        await running
+    assert slow.cancelled
+
+
+async def test_draining_does_not_wait_for_what_nobody_waits_for() -> None:
+    slow = Response(delay=60)
+    workers = RayWorkers(Handle(slow), Handle(Response()))
+    running = asyncio.create_task(
+        workers.prefill(SimpleNamespace(background=True))  # type: ignore[arg-type]
+    )
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(30.0):
+        await workers.drain(60.0)
+    with pytest.raises(StoppingError):
         await running
     assert slow.cancelled

@@ -81,6 +81,9 @@ async def test_what_is_freed_is_counted_as_it_changes(make_rig, valkey, make_nod
     await check_freeing(rig, valkey, 3 * tier)
     await rig.shrinker.shrink(nodes[0].node_id)
     await check_freeing(rig, valkey, 4 * tier)
+    # A node that goes takes its dropped tiers along: they are freed once.
+    await rig.nodes.drop(nodes[0].node_id, later=True)
+    await check_freeing(rig, valkey, 5 * tier)
     await rig.shrinker.unlink_early(1 << 30)
     await rig.janitor.empty_early(1 << 30)
     await check_freeing(rig, valkey, 0)

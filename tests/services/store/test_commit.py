@@ -21,7 +21,7 @@ from criticalkv.shared.errors import (
     InvalidRequestError,
     LeaseLostError,
     NodeMissingError,
-    StoreFullError,
+    NodeTooLargeError,
     StoreUnavailableError,
 )
 from criticalkv.shared.frames import encode_segment
@@ -279,7 +279,7 @@ def test_expected_bytes_beyond_the_limit_are_refused_early(store, make_node):
     attempt = node.manifest.attempt
     with store.open_put(node.node_id, attempt, expected_bytes=1 << 40) as writer:
         wait_until(writer._future.done)
-        with pytest.raises(StoreFullError):
+        with pytest.raises(NodeTooLargeError):
             writer.send(node.payloads[0])
 
 

@@ -142,6 +142,17 @@ def test_deadline_of_the_whole_read_holds(client, make_node, monkeypatch, hole, 
         assert client._direct.open  # a late answer is no closed way
 
 
+def test_a_silent_redis_leaves_time_to_read_through_the_store(client, make_node, monkeypatch, hole):
+    node = make_node(**BIG)
+    node.put(client)
+    hole[1][0] = b""
+    nobody = {"username": "", "password": ""}
+    lead_to(client, monkeypatch, lambda right: replace(right, path=hole[0], **nobody))
+    monkeypatch.setattr(direct_read, "STALL_S", 0.3)
+    assert payloads(client, node, timeout_s=60.0) == node.payloads
+    assert not client._direct.open
+
+
 def test_connection_lost_in_the_midst_goes_on_through_the_store(client, valkey, make_node):
     node = make_node(**BIG)
     node.put(client)

@@ -17,7 +17,7 @@ from criticalkv.services.bench.cancelled_calls import abandoned_puts, cancel_man
 from criticalkv.services.store.process import start_store
 from criticalkv.services.store.running_calls import RunningCalls
 from criticalkv.shared.config import StoreConfig
-from criticalkv.shared.errors import InvalidRequestError, OverloadedError
+from criticalkv.shared.errors import DeadlineError, InvalidRequestError, OverloadedError
 from criticalkv.shared.frames import MAX_MESSAGE_BYTES
 from criticalkv.shared.store_channel import SERVICE, typed_error
 
@@ -55,6 +55,23 @@ def test_bytes_per_node(tmp_path, make_node):
         pytest.raises(InvalidRequestError, match=r"store\.max_node_mb"),
     ):
         node.put(client)
+
+
+def test_a_read_ends_at_the_longest_reads_limit(tmp_path, make_node):
+    """Whatever deadline its caller gave: one that does not read holds buffers and a place."""
+    node = make_node(layers=8, rows=2032, head_dim=64, tokens=4096)  # 16 MiB
+    with (
+        start_store(config_of(tmp_path, read_deadline_s=1.0)) as process,
+        process.client() as client,
+    ):
+        node.put(client)
+        with client.open_get(node.node_id, timeout_s=120.0) as reader:
+            frames = iter(reader)
+            next(frames)
+            time.sleep(2.5)
+            with pytest.raises(DeadlineError):
+                for _ in frames:
+                    pass
 
 
 def test_calls_at_once(tmp_path):

@@ -7,7 +7,7 @@ import time
 import pytest
 from valkey_servers import admin_of
 
-from criticalkv.shared.errors import StoreFullError
+from criticalkv.shared.errors import NodeTooLargeError, StoreFullError
 
 # Five tiers of 1 MiB: three nodes fit into a store of 16 MiB.
 BIG = {
@@ -106,7 +106,7 @@ def test_pinned_store_is_full(client, books, make_node):
 def test_node_beyond_the_limit_is_refused(client, make_node):
     kept = make_node(**BIG)
     kept.put(client)
-    with pytest.raises(StoreFullError):
+    with pytest.raises(NodeTooLargeError):
         make_node(**{**BIG, "layers": 10}).put(client)
     assert client.healthy()
 

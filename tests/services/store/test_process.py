@@ -87,6 +87,14 @@ def test_valkey_dies_with_a_killed_store(tmp_path):
         assert client.healthy()
 
 
+def test_a_store_ends_with_its_killed_valkey(tmp_path):
+    """An empty store that answers nothing helps nobody; who started it can start it again."""
+    with start_store(config(tmp_path)) as process:
+        (valkey,) = children(process.process.pid)
+        os.kill(valkey, signal.SIGKILL)
+        assert process.process.wait(60.0) != 0
+
+
 KILLED_OWNER = """
     import sys, threading, time
     from criticalkv.services.store.process import start_store

@@ -11,7 +11,7 @@ from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys
 from criticalkv.services.store.process import start_store
 from criticalkv.shared.config import StoreConfig, TenantQuota
-from criticalkv.shared.errors import NodeMissingError, QuotaExceededError
+from criticalkv.shared.errors import NodeMissingError, NodeTooLargeError, QuotaExceededError
 from criticalkv.shared.identity import tenant_digest
 
 TIERS = ("0.1", "0.2", "0.4", "0.6")
@@ -103,7 +103,7 @@ async def test_a_tenant_whose_nodes_are_pinned_is_refused(make_rig, valkey, make
 async def test_a_node_larger_than_the_quota_is_refused_at_once(make_rig, make_node):
     rig = make_rig(max_mb=1)
     kept = await put(rig, make_node, ALICE)
-    with pytest.raises(QuotaExceededError):
+    with pytest.raises(NodeTooLargeError):  # to try again would be in vain
         await rig.put(make_node(**{**MIB, "layers": 2}), tenant=ALICE)
     assert await tiers(rig, kept) == [TIERS]
 
@@ -307,7 +307,7 @@ def test_a_client_gets_a_typed_error(tmp_path, make_node):
         tenant_quota=TenantQuota(max_mb=1, max_pins=1),
     )
     with start_store(config) as process, process.client() as client:
-        with pytest.raises(QuotaExceededError, match=r"store\.tenant_quota\.max_mb"):
+        with pytest.raises(NodeTooLargeError, match=r"store\.tenant_quota\.max_mb"):
             make_node(**{**MIB, "layers": 2}).put(client, tenant=CAROL)
         nodes = [make_node(**{**MIB, "tiers": TIERS[:2]}) for _ in range(2)]
         for node in nodes:

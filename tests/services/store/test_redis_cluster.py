@@ -14,7 +14,7 @@ from valkey_servers import Server, cluster, move_slot, wait_for
 from criticalkv.services.store import keys
 from criticalkv.services.store.redis_data import RedisData
 from criticalkv.services.store.topology import Slots, data_client
-from criticalkv.shared.errors import NodeMissingError, StoreFullError, StoreUnavailableError
+from criticalkv.shared.errors import NodeMissingError, NodeTooLargeError, StoreUnavailableError
 from criticalkv.shared.redis_location import Deployment, Location
 
 TENANT = "ab" * 32
@@ -82,7 +82,7 @@ def test_full_store_makes_room(client, make_node):
     for node in stored:
         assert node.put(client).published
     assert payloads(client, stored[-1]) == stored[-1].payloads
-    with pytest.raises(StoreFullError):
+    with pytest.raises(NodeTooLargeError):
         make_node(**{**big, "layers": 10}).put(client)
 
 

@@ -521,3 +521,16 @@ async def test_replaced_nodes_that_wait_go_early_too(make_rig, valkey, make_node
     new = await put(rig, make_node)
     assert await tiers(rig, better, new) == [TIERS, TIERS]
     assert total(valkey) == held_bytes(valkey) == 8 * TIER
+
+
+@pytest.mark.parametrize("tall", [True, False], ids=["shrinking", "going"])
+async def test_places_that_the_books_do_not_know_are_passed_over(rig, valkey, make_node, tall):
+    """Such as a Redis leaves that evicts by itself: they would be read for ever."""
+    lost = [keys.INDEX, keys.TALL][: 2 if tall else 1]
+    for name in lost:
+        valkey.zadd(name, {f"{i:017d}:{i:064x}": -1.0 - i for i in range(200)})
+    node = await put(rig, make_node)
+    async with asyncio.timeout(60):
+        freed = await rig.evictor.make_room(node.nbytes)
+    assert freed == node.nbytes
+    assert (await rig.stat(node)).tiers == []
