@@ -16,16 +16,18 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from criticalkv.kernels import flash, quantized_reference, reference
+from criticalkv.kernels import flash, pack_reference, quantized_reference, reference
 from criticalkv.kernels.group_layout import GroupLayout
 
 Norm = Literal["l1", "l2"]
 Reduction = Literal["mean", "sum", "max", "sumsq"]
+Pooling = Literal["max", "avg"]
+Result = TypeVar("Result")
 AttentionRows = reference.AttentionRows
 MIN_NORM = reference.MIN_NORM
 
@@ -51,7 +53,10 @@ def value_norm(values: Tensor, w_o: Tensor, group_size: int, norm: Norm = "l1") 
     heads, _, dim = values.shape
     if w_o.shape[1] != heads * group_size * dim:
         raise ValueError(f"w_o {tuple(w_o.shape)} does not fit {heads}x{group_size} heads of {dim}")
-    return reference.value_norm(values, w_o, group_size, norm)
+    kernel = reference.value_norm
+    if values.is_cuda:
+        kernel = _on_gpu("value_norm", kernel)
+    return kernel(values, w_o, group_size, norm)
 
 
 def output_norms(attn_out: Tensor, w_o: Tensor) -> Tensor:
@@ -118,7 +123,7 @@ def attention_scores(
         min_distance: a query only scores keys at least so many columns before its own;
             needs first_query. It still sees the nearer ones.
         query_stride: with first_query, columns from one query's own to the next one's.
-        block: queries per block; None: by size.
+        block: queries per block; None: by size. A GPU's kernel has its own.
 
     Returns:
         for each reduction fp32 [num_kv_heads, group_size, n].
@@ -128,7 +133,8 @@ def attention_scores(
         raise ValueError("min_distance and query_stride need first_query")
     if query_stride != 1 and padding is not None:
         raise ValueError("query_stride and padding do not go together")
-    sums = reference.attention_scores(
+    kernels = _scores(queries, keys, tail_keys, prefix_keys)
+    sums: dict[Reduction, Tensor] = kernels.attention_scores(
         queries,
         keys,
         scaling=scaling,
@@ -249,7 +255,8 @@ def scored_attention(
         raise ValueError(f"{tail_k.shape[1]} tail keys for {q.shape[1]} queries")
     if not 0 <= unscored < q.shape[1]:
         raise ValueError(f"unscored must leave one of {q.shape[1]} queries, got {unscored}")
-    return reference.scored_attention(
+    kernels = _scores(q, keys, values, tail_k, tail_v, prefix_k, prefix_v)
+    result: tuple[Tensor, Tensor, Tensor | None] = kernels.scored_attention(
         q,
         keys,
         values,
@@ -262,6 +269,85 @@ def scored_attention(
         unscored=unscored,
         w_o=w_o,
     )
+    return result
+
+
+def _scores(queries: Tensor, *others: Tensor | None) -> ModuleType:
+    """Return the module with the fastest score functions for tensors of this device and dtype."""
+    if not queries.is_cuda or not _triton_is_there():
+        return reference
+    from criticalkv.kernels import attention_scores_gpu
+
+    return attention_scores_gpu if attention_scores_gpu.applies(queries, *others) else reference
+
+
+def window_scores(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    kernel: int,
+    pooling: Pooling | None,
+    reduction: Literal["mean", "sum"] = "mean",
+    prefix_keys: Tensor | None = None,
+    prefix_cu: Tensor | None = None,
+) -> Tensor:
+    """Score keys by the attention of the last queries, pooled (SnapKV, arXiv 2404.14469).
+
+    `attention_scores` of the last w queries, whose own keys are the last w, then the mean
+    over the group and `pool` of what lies before the window; on a GPU in one kernel.
+
+    Args:
+        queries: [num_q_heads, w, D], after RoPE.
+        keys: [num_kv_heads, n ≥ w, D], after RoPE.
+        scaling: factor of the logits.
+        kernel: pooling width, odd.
+        pooling: "max" or "avg"; None: no pooling.
+        reduction: over the window, "mean" or "sum".
+        prefix_keys: [Σ len_h, D] or None: unscored keys before `keys`, head after head.
+        prefix_cu: integers [num_kv_heads + 1], cumulative lengths; best on the CPU.
+
+    Returns:
+        fp32 [num_kv_heads, n].
+    """
+    before = keys.shape[1] - queries.shape[1]
+    if kernel % 2 == 0:
+        raise ValueError(f"a pooling width is odd, got {kernel}")
+    _check_attention(queries, keys, before, None, prefix_keys, prefix_cu)
+    scores: Tensor = _scores(queries, keys, prefix_keys).window_scores(
+        queries,
+        keys,
+        scaling=scaling,
+        kernel=kernel,
+        pooling=pooling,
+        reduction=reduction,
+        prefix_keys=prefix_keys,
+        prefix_cu=prefix_cu,
+    )
+    return scores
+
+
+def pool(scores: Tensor, before: int, kernel: int, pooling: Pooling) -> Tensor:
+    """Pool a window's scores over their neighbours; the window's own stay what they are.
+
+    Average pooling pads with zeros, as the method's code does, so that the first
+    entries lose weight.
+
+    Args:
+        scores: [num_kv_heads, n].
+        before: columns before the window, which are pooled.
+        kernel: pooling width, odd; stride 1, same length.
+        pooling: "max" or "avg".
+
+    Returns:
+        [num_kv_heads, n].
+    """
+    return reference.pool(scores, before, kernel, pooling)
+
+
+def pool_rows(rows: Tensor, kernel: int, pooling: Pooling) -> Tensor:
+    """Pool every column of [a, b, n ≥ 1], see `pool`."""
+    return reference.pool_rows(rows, kernel, pooling)
 
 
 def ragged_attention(
@@ -404,40 +490,136 @@ def _paged_attention(
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the fastest implementation for tensors of this device, dtype and layout."""
     if q.is_cuda:
-        return _on_gpu() or reference.paged_attention
+        return _on_gpu("paged_attention", reference.paged_attention)
     if q.dtype != torch.float32 or not q.is_cpu:
         return reference.paged_attention
-    module = _on_cpu(q.shape[0] // tables.shape[1], q.shape[2])
+    module = _on_cpu("paged_attention", q.shape[2], q.shape[0] // tables.shape[1])
     if module is None or not module.applies(q, key_pages, value_pages):
         return reference.paged_attention
     kernel: Callable[..., tuple[Tensor, Tensor | None]] = module.paged_attention
     return kernel
 
 
-@functools.cache
-def _on_gpu() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """The Triton kernel, or None where there is no Triton."""
-    if importlib.util.find_spec("triton") is None:
-        log.warning("no triton: attention over pages runs in plain torch, much slower")
-        return None
-    from criticalkv.kernels import paged_attention_gpu
-
-    return paged_attention_gpu.paged_attention
+def _on_gpu(name: str, otherwise: Callable[..., Result]) -> Callable[..., Result]:
+    """Return the function of the module `name`_gpu called like `otherwise`, or that one
+    without Triton."""
+    if not _triton_is_there():
+        return otherwise
+    kernel: Callable[..., Result] = getattr(_gpu_modules()[name], otherwise.__name__)
+    return kernel
 
 
 @functools.cache
-def _on_cpu(group_size: int, head_dim: int) -> ModuleType | None:
-    """The numba kernel, compiled for these heads, or None where that fails."""
+def _gpu_modules() -> dict[str, ModuleType]:
+    """The Triton modules by the names that `_on_gpu` knows; they import triton."""
+    from criticalkv.kernels import (
+        pack_gpu,
+        paged_attention_gpu,
+        quantize_gpu,
+        quantized_attention_gpu,
+        ranks_gpu,
+        value_norm_gpu,
+    )
+
+    return {
+        "pack": pack_gpu,
+        "paged_attention": paged_attention_gpu,
+        "quantize": quantize_gpu,
+        "quantized_attention": quantized_attention_gpu,
+        "ranks": ranks_gpu,
+        "value_norm": value_norm_gpu,
+    }
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    there = importlib.util.find_spec("triton") is not None
+    if not there:
+        log.warning("no triton: kernels run in plain torch on the GPU, much slower")
+    return there
+
+
+@functools.cache
+def _on_cpu(name: str, head_dim: int, *sizes: int) -> ModuleType | None:
+    """The numba kernels of module `name`_cpu, compiled for such heads, or None where that fails.
+
+    Args:
+        name: of the operation.
+        head_dim: D.
+        sizes: what else its `warm_up` wants.
+    """
     try:
-        from criticalkv.kernels import paged_attention_cpu
+        from criticalkv.kernels import (
+            paged_attention_cpu,
+            quantized_attention_cpu,
+            vectors_cpu,
+        )
 
-        if head_dim % paged_attention_cpu.LANES:
+        if head_dim % vectors_cpu.LANES:
             return None
-        paged_attention_cpu.warm_up(head_dim, group_size)
+        modules: dict[str, ModuleType] = {
+            "paged_attention": paged_attention_cpu,
+            "quantized_attention": quantized_attention_cpu,
+        }
+        module = modules[name]
+        module.warm_up(head_dim, *sizes)
     except Exception:  # of many kinds: no numba, no LLVM for this CPU, a broken cache
-        log.warning("attention over pages runs in plain torch, much slower", exc_info=True)
+        log.warning("%s runs in plain torch, much slower", name, exc_info=True)
         return None
-    return paged_attention_cpu
+    return module
+
+
+def tier_ranks(by_score: Tensor, admitted: Tensor, tiers: int) -> Tensor:
+    """Order entries by (admitting tier, place in `by_score`): a stable partition.
+
+    Args:
+        by_score: int64 [..., n], each row an order of its n entries, best first.
+        admitted: uint8 [..., n], the tier that admits each entry, `tiers` for none.
+        tiers: how many there are, 1…255.
+
+    Returns:
+        int64, like by_score.
+    """
+    if by_score.shape != admitted.shape:
+        raise ValueError("by_score and admitted have different shapes")
+    if not 1 <= tiers <= 255:
+        raise ValueError(f"there must be 1…255 tiers, not {tiers}")
+    kernel = pack_reference.tier_ranks
+    if by_score.is_cuda:
+        kernel = _on_gpu("ranks", kernel)
+    return kernel(by_score, admitted, tiers)
+
+
+def pack(
+    keys: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    cu_seqlens: Tensor,
+    first_position: int,
+    tier_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gather kept entries, head after head, or tier after tier and head after head in each.
+
+    Args:
+        keys: [num_kv_heads, n, D]; any strides, rows best in one piece.
+        values: like keys.
+        indices: int64 [Σ len_h], entries of each head in rank order, head after head.
+        cu_seqlens: int32 [num_kv_heads + 1], cumulative lengths; on the CPU.
+        first_position: position of entry 0.
+        tier_lens: int64 [tiers, num_kv_heads], entries of each head up to each tier,
+            ascending; the output is then tier-major, as segments hold it, and ends with
+            the last tier. None: head-major.
+
+    Returns:
+        (keys [Σ, D], values [Σ, D], positions int32 [Σ], finite bool []): `finite` says
+        whether all that was gathered is; reading it waits for a GPU.
+    """
+    if keys.shape != values.shape or cu_seqlens.numel() != keys.shape[0] + 1:
+        raise ValueError("keys, values and cu_seqlens are of different heads")
+    kernel = pack_reference.pack
+    if keys.is_cuda:
+        kernel = _on_gpu("pack", kernel)
+    return kernel(keys, values, indices, cu_seqlens, first_position, tier_lens)
 
 
 def quantize(
@@ -456,7 +638,10 @@ def quantize(
     Returns:
         (key bytes uint8 [N, key_bytes], value bytes uint8 [N, value_bytes]).
     """
-    return quantized_reference.quantize(keys, values, positions, starts, fills, bits)
+    kernel = quantized_reference.quantize
+    if keys.is_cuda:
+        kernel = _on_gpu("quantize", kernel)
+    return kernel(keys, values, positions, starts, fills, bits)
 
 
 def dequantize(
@@ -473,7 +658,10 @@ def dequantize(
     Returns:
         (keys fp32 [Σ fills, D], values like keys, positions int32 [Σ fills]).
     """
-    return quantized_reference.dequantize(key_groups, value_groups, fills, layout)
+    kernel = quantized_reference.dequantize
+    if key_groups.is_cuda:
+        kernel = _on_gpu("quantize", kernel)
+    return kernel(key_groups, value_groups, fills, layout)
 
 
 def quantized_attention(
@@ -517,7 +705,8 @@ def quantized_attention(
         raise ValueError("tables, fills and query_cu are of different batches")
     if window is not None and query_positions is None:
         raise ValueError("a window needs query_positions")
-    return quantized_reference.quantized_attention(
+    kernel = _quantized_attention(q, key_pages, value_pages, tables, layout)
+    return kernel(
         q,
         key_pages,
         value_pages,
@@ -529,6 +718,22 @@ def quantized_attention(
         window=window,
         query_positions=query_positions,
     )
+
+
+def _quantized_attention(
+    q: Tensor, key_pages: Tensor, value_pages: Tensor, tables: Tensor, layout: GroupLayout
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the fastest implementation for tensors of this device, dtype and layout."""
+    slow = quantized_reference.quantized_attention
+    if q.is_cuda:
+        return _on_gpu("quantized_attention", slow)
+    if q.dtype != torch.float32 or not q.is_cpu:
+        return slow
+    module = _on_cpu("quantized_attention", q.shape[2], q.shape[0] // tables.shape[1], layout.bits)
+    if module is None or not module.applies(q, key_pages, value_pages):
+        return slow
+    kernel: Callable[..., tuple[Tensor, Tensor]] = module.quantized_attention
+    return kernel
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -197,7 +197,7 @@ def block_sizes(head_dim: int, group_size: int, most_queries: int, itemsize: int
 
 
 @functools.lru_cache(maxsize=64)
-def _query_blocks(query_cu: tuple[int, ...], step: int, device: torch.device) -> Tensor:
+def query_blocks(query_cu: tuple[int, ...], step: int, device: torch.device) -> Tensor:
     """Cut the sequences' queries into blocks of `step`: int32 [2, B], sequence and first query.
 
     Kept, because all layers of a step, and most steps, ask for the same.
@@ -211,16 +211,25 @@ def _query_blocks(query_cu: tuple[int, ...], step: int, device: torch.device) ->
 
 
 @functools.lru_cache(maxsize=64)
-def _on_device(query_cu: tuple[int, ...], device: torch.device) -> Tensor:
+def on_device(query_cu: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(query_cu, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _split_places(places: int, page_size: int, row_bytes: int) -> int:
-    """Return the places of one split; row_bytes: of all partial results of one split."""
+def splits_of(places: int, page_size: int, row_bytes: int) -> tuple[int, int]:
+    """Cut rows of so many places.
+
+    Args:
+        places: of the table.
+        page_size: slots of a place.
+        row_bytes: of all partial results of one split.
+
+    Returns:
+        (places of one split, splits).
+    """
     count = max(1, SPLIT // page_size)
     while row_bytes * triton.cdiv(places, count) > PARTIAL_BYTES and count < places:
         count *= 2
-    return count
+    return count, max(1, triton.cdiv(places, count))
 
 
 def paged_attention(
@@ -249,10 +258,10 @@ def paged_attention(
     cu = tuple(query_cu.tolist())
     most = max(b - a for a, b in itertools.pairwise(cu))
     sizes = block_sizes(dim, group, most, q.element_size())
-    blocks = _query_blocks(cu, sizes["BLOCK_M"] // group, q.device)
+    blocks = query_blocks(cu, sizes["BLOCK_M"] // group, q.device)
     masked = causal and most > 1  # a single query sees everything anyway
-    split_places = _split_places(places, page_size, num_q_heads * num_queries * (dim + 1) * 4)
-    splits = max(1, triton.cdiv(places, split_places))
+    row_bytes = num_q_heads * num_queries * (dim + 1) * 4
+    split_places, splits = splits_of(places, page_size, row_bytes)
     parts = q.new_empty((splits, num_q_heads, num_queries, dim), dtype=torch.float32)
     part_lse = q.new_empty(parts.shape[:3], dtype=torch.float32)
     out = torch.empty_like(q)
@@ -264,7 +273,7 @@ def paged_attention(
         tables,
         fills,
         fills.cumsum(-1, dtype=torch.int32) if masked else fills,
-        _on_device(cu, q.device),
+        on_device(cu, q.device),
         blocks,
         fills if position_pages is None else position_pages,
         fills if query_positions is None else query_positions,

@@ -10,6 +10,10 @@ from torch import Tensor
 from criticalkv.kernels import reference
 from criticalkv.kernels.group_layout import ROWS, GroupLayout
 
+BLOCK_ELEMENTS = 1 << 19
+"""Elements of keys, and of values, that are quantized at once: 2 MiB in fp32. Smaller blocks
+spend their time between operations."""
+
 
 def quantize(
     keys: Tensor,
@@ -20,35 +24,17 @@ def quantize(
     bits: int,
 ) -> tuple[Tensor, Tensor]:
     """Return (key bytes uint8 [N, …], value bytes uint8 [N, …]); see `ops.quantize`."""
-    layout = GroupLayout(bits, keys.shape[1])
-    rows, used = _rows_of(starts, fills)
-    grouped_keys = keys[rows].float()
-    grouped_values = values[rows].float()
-    key_scale, key_zero = _affine(grouped_keys, used[..., None], 1, layout.levels)
-    key_codes = _codes(grouped_keys, key_scale[:, None], key_zero[:, None], layout.levels)
-    runs = _runs(grouped_values, layout)
-    value_scale, value_zero = _affine(runs, _in_run(layout, keys.device), 3, layout.levels)
-    value_codes = _codes(runs, value_scale[..., None], value_zero[..., None], layout.levels)
-    value_codes = value_codes.flatten(2)[..., : layout.head_dim]
-    value_affine = torch.stack([value_scale, value_zero], -1)
-    value_affine[~used] = 0
-    return (
-        torch.cat(
-            [
-                _packed(key_codes.masked_fill_(~used[..., None], 0), bits).flatten(1),
-                _bytes(torch.stack([key_scale, key_zero], 1)),
-            ],
-            1,
-        ),
-        torch.cat(
-            [
-                _packed(value_codes.masked_fill_(~used[..., None], 0), bits).flatten(1),
-                _bytes(value_affine),
-                _bytes(positions[rows].to(torch.int32).masked_fill_(~used, 0)),
-            ],
-            1,
-        ),
-    )
+    layout, count = GroupLayout(bits, keys.shape[1]), starts.shape[0]
+    key_groups = keys.new_empty((count, layout.key_bytes), dtype=torch.uint8)
+    value_groups = keys.new_empty((count, layout.value_bytes), dtype=torch.uint8)
+    step = max(1, BLOCK_ELEMENTS // (ROWS * layout.head_dim))
+    for piece in (slice(at, at + step) for at in range(0, count, step)):
+        rows, used = _rows_of(starts[piece], fills[piece])
+        _write_keys(_gathered(keys, rows), used, key_groups[piece], layout)
+        _write_values(_gathered(values, rows), used, value_groups[piece], layout)
+        places = value_groups[piece, layout.positions_at :].view(torch.int32)
+        torch.mul(positions[rows], used, out=places)
+    return key_groups, value_groups
 
 
 def dequantize(
@@ -106,8 +92,9 @@ def quantized_attention(
                 oldest = query_positions[first:last] - window
                 logits.masked_fill_(positions <= oldest[:, None], -torch.inf)
             total = logits.logsumexp(-1)
-            probs = (logits - total[..., None]).exp().nan_to_num_(0)
-            out[rows, first:last] = probs @ values
+            # Nothing visible: any number will do, but −inf − −inf is none.
+            base = total.masked_fill(total == -torch.inf, 0.0)
+            out[rows, first:last] = (logits - base[..., None]).exp() @ values
             lse[rows, first:last] = total
     return out, lse
 
@@ -143,59 +130,80 @@ def _cut(pages: Tensor, numbers: Tensor, per_page: int, size: int) -> Tensor:
 
 
 def _rows_of(starts: Tensor, fills: Tensor) -> tuple[Tensor, Tensor]:
-    """Return row indexes int64 [N, 32], beyond the fill the first again, and which count."""
+    """Return row indexes int64 [N, 32], beyond the fill the first again, and which count.
+
+    So unused rows change no extreme.
+    """
     row = torch.arange(ROWS, device=starts.device)
     used = row < fills[:, None]
-    return starts[:, None] + torch.where(used, row, 0), used
+    return starts[:, None] + row * used, used
 
 
-def _runs(values: Tensor, layout: GroupLayout) -> Tensor:
-    """[N, 32, D] as [N, 32, V, run], the last run padded."""
+def _gathered(x: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows: fp32 [N, 32, D]."""
+    return x.detach().index_select(0, rows.flatten()).view(*rows.shape, -1).float()
+
+
+def _write_keys(x: Tensor, used: Tensor, out: Tensor, layout: GroupLayout) -> None:
+    """Quantize fp32 [N, 32, D], which is overwritten, into uint8 [N, key_bytes]."""
+    scale, zero = _affine(x.amin(1), x.amax(1), layout.levels)
+    out[:, layout.affine_at :].view(torch.float16).copy_(torch.cat([scale, zero], 1))
+    _write_codes(_codes(x, scale[:, None], zero[:, None], layout.levels), used, out, layout)
+
+
+def _write_values(x: Tensor, used: Tensor, out: Tensor, layout: GroupLayout) -> None:
+    """Quantize fp32 [N, 32, D], which is overwritten, into uint8 [N, value_bytes]."""
+    runs = _runs(x, layout)
+    scale, zero = _affine(runs.amin(3), runs.amax(3), layout.levels)
+    affine = out[:, layout.affine_at : layout.positions_at].view(torch.float16)
+    affine.copy_(torch.stack([scale, zero], -1).masked_fill_(~used[..., None, None], 0).flatten(1))
+    codes = _codes(runs, scale[..., None], zero[..., None], layout.levels).flatten(2)
+    _write_codes(codes[..., : layout.head_dim], used, out, layout)
+
+
+def _runs(x: Tensor, layout: GroupLayout) -> Tensor:
+    """[N, 32, D] as [N, 32, V, run], the last run filled up with its last channel."""
     missing = layout.value_runs * layout.value_run - layout.head_dim
-    padded = torch.nn.functional.pad(values, (0, missing))
-    return padded.view(*values.shape[:2], layout.value_runs, layout.value_run)
+    if missing:
+        x = torch.cat([x, x[..., -1:].expand(-1, -1, missing)], -1)
+    return x.view(*x.shape[:2], layout.value_runs, layout.value_run)
 
 
-def _in_run(layout: GroupLayout, device: torch.device) -> Tensor:
-    """bool [1, 1, V, run]: which places of the runs are channels."""
-    place = torch.arange(layout.value_runs * layout.value_run, device=device)
-    return (place < layout.head_dim).view(1, 1, layout.value_runs, layout.value_run)
-
-
-def _affine(x: Tensor, used: Tensor, dim: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Return fp16 (scale, zero) over `dim`: zero ≤ min and zero + levels · scale ≥ max.
+def _affine(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Return fp16 (scale, zero): zero ≤ low and zero + levels · scale ≥ high.
 
     Rounded outwards, so that no element is clipped: a channel far from 0 would otherwise
     lose its extremes.
     """
-    low = x.masked_fill(~used, torch.inf).amin(dim)
-    high = x.masked_fill(~used, -torch.inf).amax(dim)
     zero = _half_down(low)
-    scale = -_half_down(-(high - zero.float()) / levels)
-    return scale, zero
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which may differ.
+    steps = (high - zero.float()) / torch.full_like(high, levels)
+    return _half_down(-steps).abs(), zero
 
 
 def _codes(x: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
-    steps = (x - zero.float()) / scale.float()
-    steps = torch.where(scale == 0, torch.zeros_like(steps), steps)
-    return (steps + 0.5).floor().clamp_(0, levels).to(torch.uint8)
+    """Overwrite fp32 x by its nearest codes; where the scale is 0, x is the zero."""
+    step = scale.float().masked_fill_(scale == 0, 1.0)
+    return x.sub_(zero.float()).div_(step).add_(0.5).floor_().clamp_(0, levels)
 
 
 def _half_down(x: Tensor) -> Tensor:
-    """The largest fp16 ≤ x."""
+    """The largest fp16 ≤ x; 0 has no sign."""
     half = x.half()
     bits = half.view(torch.int16)
     lower = torch.where(half > 0, bits - 1, bits + 1).to(torch.int16)
     lower = torch.where(half == 0, torch.full_like(lower, -0x7FFF), lower)  # −2^-24
-    return torch.where(half.float() > x, lower.view(torch.float16), half)
+    down = torch.where(half.float() > x, lower.view(torch.float16), half)
+    return down.masked_fill_(down == 0, 0.0)
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [N, 32, D] codes as [N, 32, D·bits/8] bytes."""
-    if bits == 8:
-        return codes
-    low, high = codes.chunk(2, -1)
-    return low | (high << 4)
+def _write_codes(codes: Tensor, used: Tensor, out: Tensor, layout: GroupLayout) -> None:
+    """Write fp32 codes [N, 32, D], which are overwritten, as bytes, unused rows as 0."""
+    codes *= used[..., None]
+    if layout.bits == 4:
+        low, high = codes.chunk(2, -1)
+        codes = low.add_(high, alpha=16)
+    out[:, : layout.affine_at].unflatten(1, (ROWS, layout.code_bytes)).copy_(codes)
 
 
 def _unpacked(packed: Tensor, layout: GroupLayout) -> Tensor:
@@ -204,10 +212,6 @@ def _unpacked(packed: Tensor, layout: GroupLayout) -> Tensor:
     if layout.bits == 4:
         rows = torch.cat([rows & 15, rows >> 4], -1)
     return rows.float()
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.flatten(1).contiguous().view(torch.uint8)
 
 
 def _halves(x: Tensor) -> Tensor:

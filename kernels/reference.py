@@ -53,10 +53,12 @@ def _value_norm_l2(values: Tensor, weights: Tensor) -> Tensor:
     heads, group, _, dim = weights.shape
     gram = weights.transpose(-1, -2) @ weights
     out = values.new_empty(heads, group, values.shape[1])
-    rows = max(1, _block_elements(values.device) // (heads * group * dim))
-    for begin in range(0, values.shape[1], rows):
-        block = values[:, None, begin : begin + rows]
-        out[..., begin : begin + rows] = ((block @ gram) * block).sum(-1)
+    # A block of rows of one head at a time: measured 5 times as fast on a CPU as all heads'.
+    rows = max(1, _block_elements(values.device) // (16 * dim))
+    for h, g in itertools.product(range(heads), range(group)):
+        for begin in range(0, values.shape[1], rows):
+            block = values[h, begin : begin + rows]
+            out[h, g, begin : begin + rows] = torch.linalg.vecdot(block @ gram[h, g], block)
     return out.clamp_min(0).sqrt()
 
 
@@ -201,6 +203,51 @@ def attention_scores(
     if "mean" in sums:
         sums["mean"] /= asked.clamp_min(1).to(keys.device)
     return sums
+
+
+def window_scores(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    kernel: int,
+    pooling: str | None,
+    reduction: str,
+    prefix_keys: Tensor | None,
+    prefix_cu: Tensor | None,
+) -> Tensor:
+    """Return the pooled scores of the last queries' window, fp32 [num_kv_heads, n]."""
+    before = keys.shape[1] - queries.shape[1]
+    reduced = attention_scores(
+        queries,
+        keys,
+        scaling=scaling,
+        reductions=(reduction,),
+        first_query=before,
+        tail_keys=None,
+        prefix_keys=prefix_keys,
+        prefix_cu=prefix_cu,
+        query_weight=None,
+        padding=None,
+        min_distance=0,
+        query_stride=1,
+        block=None,
+    )
+    return pool(reduced[reduction].mean(1), before, kernel, pooling)
+
+
+def pool(scores: Tensor, before: int, kernel: int, pooling: str | None) -> Tensor:
+    """Pool the first `before` columns of [num_kv_heads, n]; the rest is untouched."""
+    if before == 0 or pooling is None:
+        return scores
+    pooled = pool_rows(scores[:, None, :before], kernel, pooling)
+    return torch.cat([pooled[:, 0], scores[:, before:]], dim=1)
+
+
+def pool_rows(rows: Tensor, kernel: int, pooling: str) -> Tensor:
+    """Pool each row of [a, b, n ≥ 1] over its neighbours, stride 1, same length."""
+    pooled = F.max_pool1d if pooling == "max" else F.avg_pool1d
+    return pooled(rows, kernel, stride=1, padding=kernel // 2)
 
 
 def _block_elements(device: torch.device) -> int:

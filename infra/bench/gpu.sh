@@ -3,7 +3,7 @@
 #
 #   infra/bench/gpu.sh [FILE]      (default: gpu.json; at most 4 minutes)
 #
-# Needs a CUDA GPU, and torch and triton as they are; nothing is installed.
+# Needs a CUDA GPU, and torch, triton and transformers as they are; nothing is installed.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 view=$(mktemp -d)

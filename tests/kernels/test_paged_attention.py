@@ -246,7 +246,7 @@ def test_numbas_threads_are_torchs_and_the_callers_count_is_restored(
     run = paged_attention_cpu._run
 
     def spy(*arguments: Any) -> None:
-        seen.append((numba.get_num_threads(), arguments[-3]))
+        seen.append((numba.get_num_threads(), arguments[0]))
         run(*arguments)
 
     monkeypatch.setattr(paged_attention_cpu, "_run", spy)
@@ -285,7 +285,7 @@ def test_without_numba_the_reference_serves_and_says_so_once(
         check(ops.paged_attention, batch)
     _forget()
     assert [r.getMessage() for r in caplog.records] == [
-        "attention over pages runs in plain torch, much slower"
+        "paged_attention runs in plain torch, much slower"
     ]
 
 

@@ -1,21 +1,15 @@
-"""The Triton kernel for attention over pages: interpreted on a CPU, and compiled for GPUs.
-
-Triton decides when it is imported whether it interprets, so either happens in a process
-of its own; this module is what they run, too.
-"""
+"""The Triton kernel for attention over pages: interpreted on a CPU, and compiled for GPUs."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import naive_pages
 import pytest
 import torch
+import triton_builds
 
 pytestmark = pytest.mark.timeout(900)  # compiling takes its time
 
@@ -91,12 +85,6 @@ def interpret() -> dict[str, Any]:
 
 def build() -> dict[str, Any]:
     """Compile for sm_80 and sm_90; return (registers, bytes spilled, shared memory) of each."""
-    import tempfile
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from criticalkv.kernels import paged_attention_gpu as gpu
 
     found = {}
@@ -111,71 +99,37 @@ def build() -> dict[str, Any]:
             ("window", "places", "split_places", "num_blocks", "num_queries"), "i32"
         )
         constants = {"CAUSAL": queries > 1, "WINDOW": False, "GROUP": group, "PAGE": page}
-        constants |= {"DIM": dim} | sizes
-        signature = pointers | scalars | dict.fromkeys(constants, "constexpr")
-        aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
         for capability in (80, 90):
-            target = GPUTarget("cuda", capability, 32)
-            source = ASTSource(gpu.split_kernel, signature, constants, aligned)
-            built = triton.compile(source, target=target, options=options)
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(built.asm["cubin"])
-                file.flush()
-                usage = _usage(file.name)
             name = f"sm{capability}-{dtype}-g{group}-d{dim}-page{page}-q{queries}"
-            found[name] = [*usage, built.metadata.shared]
-    merge = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16", "lse": "*fp32"}
-    constants = {"DIM": 128, "BLOCK_D": 128, "BLOCK_S": 16}
-    signature = merge | {"splits": "i32"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(gpu.merge_kernel, signature, constants, {})
-    built = triton.compile(source, target=GPUTarget("cuda", 80, 32))
-    found["sm80-merge-d128"] = [0, 0, built.metadata.shared]
+            found[name] = triton_builds.built(
+                gpu.split_kernel,
+                pointers | scalars,
+                constants | {"DIM": dim} | sizes,
+                capability=capability,
+                aligned=range(len(pointers)),
+                **options,
+            )
+    found["sm80-merge-d128"] = triton_builds.built(
+        gpu.merge_kernel,
+        {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "splits": "i32"},
+        {"DIM": 128, "BLOCK_D": 128, "BLOCK_S": 16},
+        capability=80,
+        num_warps=4,
+        num_stages=3,
+    )
     return found
-
-
-def _usage(cubin: str) -> tuple[int, int]:
-    """(registers per thread, bytes of local memory) by the tool that comes with Triton."""
-    import re
-
-    from triton.knobs import nvidia
-
-    text = subprocess.run(
-        [nvidia.cuobjdump.path, "--dump-resource-usage", cubin],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2]) + int(found[3])
-
-
-def in_a_process(function: str, **environment: str) -> Any:
-    paths = [str(Path(__file__).parent), str(Path(naive_pages.__file__).parent)]
-    code = (
-        f"import sys, json; sys.path[:0] = {paths!r}; import test_paged_attention_gpu as t;"
-        f"print(json.dumps(t.{function}()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Any:
     pytest.importorskip("triton")
-    return in_a_process("interpret", TRITON_INTERPRET="1")
+    return triton_builds.in_process(__file__, "interpret", interpret=True)
 
 
 @pytest.fixture(scope="module")
 def built() -> Any:
     pytest.importorskip("triton")
-    return in_a_process("build")
+    return triton_builds.in_process(__file__, "build", interpret=False)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -202,3 +156,7 @@ def test_it_compiles_without_spills(
 
 def test_merging_compiles(built: dict[str, list[int]]) -> None:
     assert built["sm80-merge-d128"][2] <= 48 * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps({"interpret": interpret, "build": build}[sys.argv[1]]()))

@@ -50,11 +50,12 @@ VALUE = 64  # bytes that the RESP target asks for
 REPLY_TIMEOUT_S = 5.0
 
 
-def _identity() -> Identity:
+def _identity(codec: str = "raw") -> Identity:
     return Identity(
         model_digest=DIGEST,
         tokenizer_digest=DIGEST,
         dtype="float32",
+        codec=codec,
         policy="dense",
         salt=DIGEST,
         parent=None,
@@ -63,14 +64,15 @@ def _identity() -> Identity:
     )
 
 
-def _manifest() -> Manifest:
+def _manifest(codec: str = "raw") -> Manifest:
+    """Two tiers of 3 and 13 entries in each of 2 heads."""
     segments = tuple(
-        Segment(layer=layer, tier=tier, rows=rows, checksum=7)
+        Segment(layer=layer, tier=tier, rows=rows, checksum=7, groups=2 * (codec != "raw"))
         for layer in range(2)
         for tier, rows in ((0, 6), (1, 20))
     )
     return Manifest(
-        identity=_identity(),
+        identity=_identity(codec),
         attempt="cd" * 16,
         num_tokens=len(IDS),
         next_position=len(IDS),
@@ -222,7 +224,10 @@ CHAT = {
     "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
 }
 TARGETS = {
-    "manifest": Target(manifest, (pack_parts(encode_manifest(_manifest())),)),
+    "manifest": Target(
+        manifest,
+        tuple(pack_parts(encode_manifest(_manifest(codec))) for codec in ("raw", "int8", "int4")),
+    ),
     "frame": Target(
         frame, (encode_segment(3, b"payload"), b"\x0a\x02\x0a\x00", b"\x1a\x00\x7a\x01x")
     ),
@@ -247,13 +252,14 @@ TARGETS = {
         (
             *(name.encode() for name in list(ALIASES)[:4]),
             b"window+adakv+twostage:window=32,interval=64,keep=0.5",
+            b"default:codec=int8",
         ),
     ),
     "body": Target(
         body,
         (
             _json(CHAT),
-            _json({"text": "hello", "ttl": "1h"}),
+            _json({"text": "hello", "ttl": "1h", "codec": "int8"}),
             _json({"model": "m", "input": [{"role": "user", "content": "x"}], "store": False}),
         ),
     ),

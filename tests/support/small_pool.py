@@ -9,12 +9,15 @@ import torch
 
 from criticalkv.services.decode.opening import ChainOpener
 from criticalkv.services.decode.pages import Pages
-from criticalkv.services.decode.resident import NodeView, ResidentNode, Residents, lens_at, pages_of
+from criticalkv.services.decode.places import GroupPlaces, PagePlaces, pages_needed
+from criticalkv.services.decode.resident import NodeView, ResidentNode, Residents
 from criticalkv.services.decode.turn_kv import TurnKV
 from criticalkv.services.local.memory_store import MemoryStore
 from criticalkv.shared.cache.manifest import Manifest
+from criticalkv.shared.cache.quantized import quantize_layer
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
-from criticalkv.shared.identity import Identity, tenant_salt, tokens_digest
+from criticalkv.shared.cache.wire import TORCH_DTYPE
+from criticalkv.shared.identity import CODEC_RAW, Identity, tenant_salt, tokens_digest
 from criticalkv.shared.model.spec import ModelSpec
 from criticalkv.shared.node_store import NodeStore
 from criticalkv.shared.publish import publish_cache
@@ -24,14 +27,14 @@ SALT = tenant_salt("local")
 DIGEST = "ab" * 32
 
 
-def spec_of(layers: int = 2, heads: int = 3, dim: int = 8) -> ModelSpec:
+def spec_of(layers: int = 2, heads: int = 3, dim: int = 8, dtype: str = "float32") -> ModelSpec:
     """A model that is never run."""
     return ModelSpec(
         name="none",
         path="",
         model_digest=DIGEST,
         tokenizer_digest=DIGEST,
-        dtype="float32",
+        dtype=dtype,
         device="cpu",
         num_layers=layers,
         num_q_heads=2 * heads,
@@ -65,7 +68,8 @@ class SmallPool:
     ) -> None:
         self.spec = spec or spec_of()
         self.store = store or MemoryStore()
-        page_bytes = page_size * (8 * self.spec.head_dim + 4)
+        itemsize = TORCH_DTYPE[self.spec.dtype].itemsize
+        page_bytes = page_size * (2 * itemsize * self.spec.head_dim + 4)
         self.pages = Pages(self.spec, torch.device("cpu"), total * page_bytes, page_size)
         self.residents = Residents(self.pages, keep * page_bytes)
         self.opener = ChainOpener(self.store, self.spec, self.pages, self.residents)
@@ -89,8 +93,12 @@ class SmallPool:
         parent: Manifest | None = None,
         salt: str = SALT,
         seed: int = 0,
+        codec: str = CODEC_RAW,
     ) -> tuple[Manifest, RaggedCache]:
-        """Store a node of random entries; `lens` is its tier table [tier][layer][head]."""
+        """Store a node of random entries; `lens` is its tier table [tier][layer][head].
+
+        What is returned has not been quantized.
+        """
         cache = random_cache(self.spec, lens, tiers, parent.next_position if parent else 0, seed)
         ancestors = (*parent.ancestors, parent.node_id) if parent else ()
         tokens = [seed] * cache.num_tokens
@@ -98,6 +106,7 @@ class SmallPool:
             model_digest=self.spec.model_digest,
             tokenizer_digest=self.spec.tokenizer_digest,
             dtype=self.spec.dtype,
+            codec=codec,
             policy="dense",
             salt=salt,
             parent=ancestors[-1] if ancestors else None,
@@ -117,17 +126,28 @@ class SmallPool:
     def hold(self, manifest: Manifest, cache: RaggedCache, tier: str | None = None) -> ResidentNode:
         """Put a node into the pool, complete and used once."""
         node = self.begin(manifest, tier)
-        held = cache.at_tier(node.tier)
-        for index, layer in enumerate(held.layers):
-            self.pages.write(node.rows(index), layer.keys, layer.values, layer.positions)
+        for index in range(manifest.num_layers):
+            self.write(node, index, cache.at_tier(node.tier))
         node.arrived(manifest.num_layers)
         return node
+
+    def write(self, node: ResidentNode, index: int, held: RaggedCache) -> None:
+        """Write a layer of a node, of which not more is held than it holds."""
+        places, layer = node.places, held.layers[index]
+        if isinstance(places, GroupPlaces):
+            layout = node.manifest.layout
+            assert layout is not None
+            groups = quantize_layer(layer, held.tier_lens[:, index], layout)
+            places.write(self.pages, index, groups)
+        else:
+            assert isinstance(places, PagePlaces)
+            places.write(self.pages, index, layer)
 
     def begin(self, manifest: Manifest, tier: str | None = None) -> ResidentNode:
         """Take pages for a node of which nothing has come, used once."""
         tier = tier or manifest.tiers[-1]
         size = self.pages.page_size
-        pages = self.residents.take(int(pages_of(lens_at(manifest, tier), size).sum()))
+        pages = self.residents.take(pages_needed(manifest, tier, size))
         assert pages is not None
         node = ResidentNode(manifest, tier, size, pages)
         self.residents.add(node)
@@ -169,7 +189,8 @@ def random_cache(
 
     def layer(counts: list[int]) -> RaggedLayer:
         shape = (sum(counts), spec.head_dim)
-        keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+        dtype = TORCH_DTYPE[spec.dtype]
+        keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
         orders = [torch.randperm(tokens, generator=generator)[:n] for n in counts]
         positions = (first_position + torch.cat(orders)).to(torch.int32)
         return RaggedLayer(keys, values, positions, cu_seqlens_of(counts))

@@ -14,6 +14,7 @@ from criticalkv.services.store.eviction import Evictor
 from criticalkv.services.store.get import Reader
 from criticalkv.services.store.handles import Handles
 from criticalkv.services.store.janitor import Janitor
+from criticalkv.services.store.metadata_room import MetadataRoom
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.order import Order
 from criticalkv.services.store.put import Writer
@@ -42,12 +43,13 @@ class Rig:
         self.redis = RedisData(deployment, 10.0)
         self.segments = Segments(data_client(deployment, 10.0))
         self.books = Books(self.redis, limit_bytes, order)
-        self.nodes = Nodes(self.redis, self.books, config)
+        self.room = MetadataRoom(config, limit_bytes)
+        self.nodes = Nodes(self.redis, self.books, config, self.room)
         self.shrinker = Shrinker(self.redis, self.nodes, self.books, config)
         grace_ms = int(config.read_deadline_s * 1000)
         self.janitor = Janitor(self.redis, self.nodes, self.books, self.shrinker, grace_ms)
         self.evictor = Evictor(self.nodes, self.books, self.janitor, self.shrinker, config)
-        self.handles = Handles(self.redis, self.nodes, config)
+        self.handles = Handles(self.redis, self.nodes, config, self.room)
         self.background = Background()
         self.writer = Writer(
             self.redis,
