@@ -142,7 +142,7 @@ class StatNodesResponse(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeStat, _Mapping]]] = ...) -> None: ...
 
 class NodeStat(_message.Message):
-    __slots__ = ("node_id", "present", "generation", "tiers", "tier_bytes", "tier_entries", "full_entries", "num_tokens", "next_position", "pending_ids", "ancestors", "view", "policy", "ttl_ms", "pinned")
+    __slots__ = ("node_id", "present", "generation", "tiers", "tier_bytes", "tier_entries", "full_entries", "num_tokens", "next_position", "pending_ids", "ancestors", "view", "policy", "ttl_ms", "pinned", "tier_quality", "codec_quality")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,8 @@ class NodeStat(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    TIER_QUALITY_FIELD_NUMBER: _ClassVar[int]
+    CODEC_QUALITY_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     present: bool
     generation: int
@@ -173,7 +175,31 @@ class NodeStat(_message.Message):
     policy: str
     ttl_ms: int
     pinned: bool
-    def __init__(self, node_id: _Optional[str] = ..., present: _Optional[bool] = ..., generation: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., tier_bytes: _Optional[_Iterable[int]] = ..., tier_entries: _Optional[_Iterable[int]] = ..., full_entries: _Optional[int] = ..., num_tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., pending_ids: _Optional[_Iterable[int]] = ..., ancestors: _Optional[_Iterable[str]] = ..., view: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    tier_quality: _containers.RepeatedCompositeFieldContainer[TierQuality]
+    codec_quality: CodecQuality
+    def __init__(self, node_id: _Optional[str] = ..., present: _Optional[bool] = ..., generation: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., tier_bytes: _Optional[_Iterable[int]] = ..., tier_entries: _Optional[_Iterable[int]] = ..., full_entries: _Optional[int] = ..., num_tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., pending_ids: _Optional[_Iterable[int]] = ..., ancestors: _Optional[_Iterable[str]] = ..., view: _Optional[_Iterable[str]] = ..., policy: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., pinned: _Optional[bool] = ..., tier_quality: _Optional[_Iterable[_Union[TierQuality, _Mapping]]] = ..., codec_quality: _Optional[_Union[CodecQuality, _Mapping]] = ...) -> None: ...
+
+class TierQuality(_message.Message):
+    __slots__ = ("retained_mass", "lowest_mass", "low_mass_share", "theta")
+    RETAINED_MASS_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_MASS_FIELD_NUMBER: _ClassVar[int]
+    LOW_MASS_SHARE_FIELD_NUMBER: _ClassVar[int]
+    THETA_FIELD_NUMBER: _ClassVar[int]
+    retained_mass: float
+    lowest_mass: float
+    low_mass_share: float
+    theta: float
+    def __init__(self, retained_mass: _Optional[float] = ..., lowest_mass: _Optional[float] = ..., low_mass_share: _Optional[float] = ..., theta: _Optional[float] = ...) -> None: ...
+
+class CodecQuality(_message.Message):
+    __slots__ = ("key_error", "value_error", "kl")
+    KEY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    VALUE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    key_error: float
+    value_error: float
+    kl: float
+    def __init__(self, key_error: _Optional[float] = ..., value_error: _Optional[float] = ..., kl: _Optional[float] = ...) -> None: ...
 
 class DeleteNodeRequest(_message.Message):
     __slots__ = ("node_id", "expected_attempt", "unreferenced", "expected_generation")

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from criticalkv.shared.cache.manifest import Manifest
+from criticalkv.shared.cache.quantized import QuantizedLayer
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
 from criticalkv.shared.cache.wire import TORCH_DTYPE, LayerAssembler, cache_of
 from criticalkv.shared.errors import ContextLengthError, NodeMissingError
@@ -149,11 +150,9 @@ class ChainLoader:
 
     def _pull(self, node_id: NodeId, tier: str, pulled: list[int]) -> ChainNode:
         with open_at(self._store, node_id, tier) as reader:
-            layers = []
-            for layer in read_layers(reader):
-                pulled[0] += layer.nbytes
-                layers.append(layer)
-            return ChainNode(reader.manifest, cache_of(reader.manifest, tier, layers))
+            manifest, layers = reader.manifest, list(read_layers(reader))
+            pulled[0] += manifest.tier_bytes()[manifest.tier_index(tier)]
+            return ChainNode(manifest, cache_of(manifest, tier, layers))
 
 
 def walk_chain(
@@ -214,22 +213,40 @@ def open_at(
 
 
 def read_layers(reader: Reader) -> Iterator[RaggedLayer]:
-    """Yield a read's layers as they become complete, on the CPU.
+    """Yield a read's layers as they become complete, on the CPU, in the node's dtype.
 
     Raises:
         CorruptNodeError, NodeMissingError: as the reader and LayerAssembler do.
     """
-    manifest, assembler, done = reader.manifest, None, 0
+    return (assembler.finish() for assembler in _assembled(reader))
+
+
+def read_groups(reader: Reader) -> Iterator[QuantizedLayer]:
+    """Yield the layers of a quantized node as they become complete, on the CPU, as stored.
+
+    Raises:
+        CorruptNodeError, NodeMissingError: as the reader and LayerAssembler do.
+        TypeError: if the node is not quantized.
+    """
+    return (assembler.finish_groups() for assembler in _assembled(reader))
+
+
+def _assembled(reader: Reader) -> Iterator[LayerAssembler]:
+    """Yield each layer's assembler once its segments have arrived.
+
+    A layer without segments keeps nothing (all heads empty); finishing it verifies that.
+    """
+    manifest, layer = reader.manifest, 0
+    assembler = LayerAssembler(manifest, layer, reader.tier)
     for index, payload in reader:
-        layer = manifest.segments[index].layer
-        while done < layer:
-            yield _finish(assembler, manifest, done, reader.tier)
-            assembler, done = None, done + 1
-        assembler = assembler or LayerAssembler(manifest, layer, reader.tier)
+        while layer < manifest.segments[index].layer:
+            yield assembler
+            layer += 1
+            assembler = LayerAssembler(manifest, layer, reader.tier)
         assembler.add(index, payload)
-    while done < manifest.num_layers:
-        yield _finish(assembler, manifest, done, reader.tier)
-        assembler, done = None, done + 1
+    yield assembler
+    for empty in range(layer + 1, manifest.num_layers):
+        yield LayerAssembler(manifest, empty, reader.tier)
 
 
 def check_manifest(manifest: Manifest, spec: ModelSpec, salt: str) -> None:
@@ -262,10 +279,3 @@ def check_chain(manifests: Sequence[Manifest], spec: ModelSpec) -> None:
             f"the context has {manifests[-1].next_position} tokens; the model's limit is "
             f"{spec.max_positions}"
         )
-
-
-def _finish(
-    assembler: LayerAssembler | None, manifest: Manifest, layer: int, tier: str
-) -> RaggedLayer:
-    # A layer without segments keeps nothing (all heads empty); finish() verifies that.
-    return (assembler or LayerAssembler(manifest, layer, tier)).finish()

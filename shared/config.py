@@ -87,6 +87,13 @@ class EvictionConfig(_Section):
         description="of turns: dense = keep all; or a stepwise policy (interval=…), which evicts "
         "while the answer is generated",
     )
+    canary_queries: int = Field(
+        default=4,
+        ge=0,
+        le=64,
+        description="a context's last queries, of every query head, that tell how much of their "
+        "attention each tier keeps; 0 = off",
+    )
     profiles_dir: str = Field(
         default_factory=lambda: str(Path(user_data_dir("criticalkv"), "profiles")),
         description="where `criticalkv profile` puts a model's head profiles, and prefill reads "

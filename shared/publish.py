@@ -10,7 +10,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from criticalkv.kernels.group_layout import MAX_MAGNITUDE
+from criticalkv.shared.cache.codec import checked_layout
+from criticalkv.shared.cache.group_wire import pack_groups
 from criticalkv.shared.cache.manifest import Manifest, Segment
+from criticalkv.shared.cache.quality import Quality
+from criticalkv.shared.cache.quantized import QuantizedLayer, quantize_layer
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer
 from criticalkv.shared.cache.records import TokenRecord
 from criticalkv.shared.cache.wire import pack_layer
@@ -18,6 +23,7 @@ from criticalkv.shared.errors import (
     InvalidRequestError,
     NodeTooLargeError,
     NumericsError,
+    PolicyError,
     StoreUnavailableError,
 )
 from criticalkv.shared.finite import is_finite
@@ -37,7 +43,8 @@ class Published:
 class NodePublisher:
     """Sends a node layer by layer and publishes it with `commit`.
 
-    A context manager: leaving it without a commit publishes nothing.
+    A context manager: leaving it without a commit publishes nothing. `watch` is called with
+    each layer of a quantized node and its groups, before they are sent.
     """
 
     def __init__(
@@ -52,7 +59,9 @@ class NodePublisher:
         tenant: str = "",
         timeout_s: float = 600.0,
         check: Callable[[], None] | None = None,
+        watch: Callable[[RaggedLayer, QuantizedLayer], None] | None = None,
     ) -> None:
+        self._watch = watch
         self._ancestors = tuple(ancestors)
         self._identity = identity
         self._attempt = attempt
@@ -90,14 +99,28 @@ class NodePublisher:
 
         Raises:
             NumericsError: if a key or value is not finite.
+            PolicyError: if the node's codec cannot hold them.
         """
+        index = len(self._lens)
         if not (is_finite(layer.keys) and is_finite(layer.values)):
-            raise NumericsError(f"non-finite KV in layer {len(self._lens)}")
-        for segment, payload in pack_layer(len(self._lens), layer, tier_lens):
+            raise NumericsError(f"non-finite KV in layer {index}")
+        for segment, payload in self._packed(index, layer, tier_lens):
             self._segments.append(segment)
             with _damage_on_the_way():
                 self._writer.send(payload)
         self._lens.append(tier_lens.cpu())
+
+    def _packed(
+        self, index: int, layer: RaggedLayer, tier_lens: Tensor
+    ) -> Iterator[tuple[Segment, bytearray]]:
+        layout = checked_layout(self._identity.codec, layer.keys.shape[1])
+        if layout is None:
+            return pack_layer(index, layer, tier_lens)
+        _check_magnitude(index, layer)
+        groups = quantize_layer(layer, tier_lens, layout)
+        if self._watch is not None:
+            self._watch(layer, groups)
+        return pack_groups(index, groups, tier_lens)
 
     def commit(
         self,
@@ -110,6 +133,7 @@ class NodePublisher:
         pending_ids: Sequence[int] = (),
         prefill_ms: float = 0.0,
         ttl_ms: int = 0,
+        quality: Quality | None = None,
     ) -> Published:
         """Publish the manifest; after this every reader sees the whole node.
 
@@ -130,6 +154,7 @@ class NodePublisher:
             tiers=tuple(tiers),
             nested=nested,
             prefill_ms=prefill_ms,
+            quality=quality,
             tier_lens=tuple(tuple(map(tuple, tier)) for tier in lens.tolist()),
             segments=tuple(self._segments),
         )
@@ -143,6 +168,22 @@ class NodePublisher:
         with _damage_on_the_way():
             result = self._writer.commit(manifest, record, ttl_ms=ttl_ms)
         return Published(manifest, result.published, result.stored_bytes)
+
+
+def _check_magnitude(index: int, layer: RaggedLayer) -> None:
+    """Refuse what a quantized codec cannot hold: its zeros are fp16.
+
+    Raises:
+        PolicyError: saying what to do.
+    """
+    for entries in filter(Tensor.numel, (layer.keys, layer.values)):
+        low, high = (float(x) for x in torch.aminmax(entries))
+        if max(-low, high) > MAX_MAGNITUDE:
+            raise PolicyError(
+                f"layer {index} holds a key or value beyond ±{MAX_MAGNITUDE:.0f}, the most that "
+                "int8 and int4 can store; use codec=raw",
+                param="policy",
+            )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from criticalkv.shared.cache.quality import Quality
 from criticalkv.shared.identity import HEX64, POLICY_DENSE
 
 MAX_ANCESTORS_HINT = 16
@@ -58,6 +59,7 @@ class PrefillResult(_Message):
     stored_bytes: int
     published: bool = Field(description="False if another writer was first")
     replica: str
+    quality: Quality | None = Field(default=None, description="what was measured on the way")
 
 
 class Sampling(_Message):

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from criticalkv.shared.cache.ragged import RaggedCache
+from criticalkv.shared.eviction.policy import codec_of
 from criticalkv.shared.identity import POLICY_DENSE, Identity, NodeId, tenant_salt, tokens_digest
 from criticalkv.shared.model.spec import ModelSpec
 from criticalkv.shared.node_store import NodeStore
@@ -20,6 +21,7 @@ def bench_identity(spec: ModelSpec, policy: str, token_ids: Sequence[int]) -> Id
         model_digest=spec.model_digest,
         tokenizer_digest=spec.tokenizer_digest,
         dtype=spec.dtype,
+        codec=codec_of(policy),
         policy=policy,
         salt=SALT,
         tokens=tokens_digest(token_ids),

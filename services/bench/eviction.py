@@ -131,9 +131,10 @@ def run(
             model, (512,) if quick else (1024, 2048, 4096), progress
         )
         summarized = {k: v for k, v in every.items() if k in (*SUMMARIZED, *policies)}
-        for _, ids, question in progress.track(rows, description="summaries"):
+        for row in progress.track(rows, description="summaries"):
             length = 4 if quick else SUMMARY_TOKENS
-            closeness.of_continuation(ids, question, length, summarized, summaries)
+            context, question = row.context_ids, row.question_ids
+            closeness.of_continuation(context, question, length, summarized, summaries)
             fill(complete=False)
         for i, case in enumerate(progress.track(found, description="needles")):
             # Others see pairs of the first cases, so that both kinds are there.

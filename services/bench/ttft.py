@@ -27,7 +27,7 @@ from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.cache.wire import TORCH_DTYPE
 from criticalkv.shared.config import Config, DecodeConfig
 from criticalkv.shared.errors import ConfigError
-from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.policy import Policy, codec_of
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tenant_salt, tokens_digest
 from criticalkv.shared.model.loader import LoadedModel, load_model
 from criticalkv.shared.requests import (
@@ -160,6 +160,7 @@ class _Bench:
             model_digest=spec.model_digest,
             tokenizer_digest=spec.tokenizer_digest,
             dtype=spec.dtype,
+            codec=codec_of(policy),
             policy=policy,
             salt=salt,
             tokens=tokens_digest(ids),

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from criticalkv.kernels import ops
+from criticalkv.kernels.group_layout import GroupLayout
 from criticalkv.services.decode.pages import Ints, Pages
 from criticalkv.services.decode.stepwise_kv import StepwiseKV
 from criticalkv.services.decode.turn_kv import TurnKV
+from criticalkv.shared.cache.codec import Codec, layout_of
+from criticalkv.shared.cache.wire import TORCH_DTYPE
 from criticalkv.shared.model.attention import LayerCall
+from criticalkv.shared.model.spec import ModelSpec
 
 SequenceKV = TurnKV | StepwiseKV
 
@@ -77,6 +81,9 @@ class BatchPlan:
         self._rows = torch.from_numpy(np.concatenate(rows, 1)).to(device)
         self._tables = torch.from_numpy(_stacked([t.tables for t in turns])).to(device)
         self._fills = torch.from_numpy(_stacked([t.fills for t in turns])).to(device)
+        # In one order, so that a row's bits do not depend on its neighbours.
+        layouts = sorted({x for t in turns for x in t.groups}, key=lambda layout: layout.bits)
+        self._groups = {x: _stacked_groups(turns, x, device) for x in layouts}
         own = self.positions[: sum(counts)]
         self._query_positions = own.to(torch.int32)
         self._entry_positions = self._query_positions.repeat_interleave(rows[0].shape[2])
@@ -87,7 +94,7 @@ class BatchPlan:
         pages, layer = self._pages, call.layer
         keys, values = (t.transpose(0, 1).flatten(0, 1) for t in (call.key, call.value))
         pages.write(self._rows[layer].flatten(), keys, values, self._entry_positions)
-        out, _ = ops.paged_attention(
+        out, lse = ops.paged_attention(
             call.query,
             pages.keys,
             pages.values,
@@ -98,8 +105,47 @@ class BatchPlan:
             window=call.window,
             position_pages=pages.positions,
             query_positions=self._query_positions,
+            return_lse=bool(self._groups),
         )
-        return out
+        if lse is None:
+            return out
+        quantized = [self._attend_groups(call, layout) for layout in self._groups]
+        return ops.merge([(out, lse), *quantized]).to(out.dtype)
+
+    def _attend_groups(self, call: LayerCall, layout: GroupLayout) -> tuple[Tensor, Tensor]:
+        """Attend to the groups of one layout; rows whose turns have none see nothing."""
+        tables, fills = self._groups[layout]
+        return ops.quantized_attention(
+            call.query,
+            self._pages.key_bytes,
+            self._pages.value_bytes,
+            tables[call.layer],
+            fills[call.layer],
+            self._query_cu,
+            layout=layout,
+            scaling=call.scaling,
+            window=call.window,
+            query_positions=self._query_positions,
+        )
+
+
+def prepare_groups(spec: ModelSpec, codec: Codec, device: torch.device) -> None:
+    """Have attention over a codec's groups compiled before a turn needs it."""
+    layout = layout_of(codec, spec.head_dim)
+    if layout is None:
+        return
+    dtype, nothing = TORCH_DTYPE[spec.dtype], torch.zeros(1, 1, 1, dtype=torch.int32)
+    tables = nothing.expand(1, spec.num_kv_heads, 1).to(device)
+    ops.quantized_attention(
+        torch.zeros(spec.num_q_heads, 1, spec.head_dim, dtype=dtype, device=device),
+        torch.zeros(1, layout.key_bytes, dtype=torch.uint8, device=device),
+        torch.zeros(1, layout.value_bytes, dtype=torch.uint8, device=device),
+        tables,
+        tables,
+        torch.tensor([0, 1], dtype=torch.int32),
+        layout=layout,
+        scaling=1.0,
+    )
 
 
 def _turn(member: Member) -> TurnKV:
@@ -110,6 +156,18 @@ def _turn(member: Member) -> TurnKV:
 def _positions(members: Sequence[Member]) -> Tensor:
     return torch.cat(
         [torch.arange(m.first_position, m.first_position + len(m.token_ids)) for m in members]
+    )
+
+
+def _stacked_groups(
+    turns: Sequence[TurnKV], layout: GroupLayout, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Put the turns' group tables, and their fills, beside one another."""
+    nothing = np.zeros((*turns[0].tables.shape[:2], 0), np.int32)
+    tables, fills = zip(*(t.groups.get(layout, (nothing, nothing)) for t in turns), strict=True)
+    return (
+        torch.from_numpy(_stacked(tables)).to(device),
+        torch.from_numpy(_stacked(fills)).to(device),
     )
 
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from criticalkv.services.decode.batch import BatchPlan, Member
+from criticalkv.services.decode.batch import BatchPlan, Member, prepare_groups
 from criticalkv.services.decode.load import DecodeLoad, Rate
 from criticalkv.services.decode.opening import ChainOpener, OpenedChain
 from criticalkv.services.decode.pages import Pages
@@ -35,6 +35,7 @@ from criticalkv.services.decode.scheduler import WaitingLine, victim
 from criticalkv.services.decode.sequence import Emit, Sequence
 from criticalkv.services.decode.stepwise_kv import StepwiseKV
 from criticalkv.services.decode.turn_kv import TurnKV
+from criticalkv.shared.cache.codec import Codec
 from criticalkv.shared.config import DecodeConfig
 from criticalkv.shared.errors import (
     CancelledError,
@@ -45,7 +46,7 @@ from criticalkv.shared.errors import (
 )
 from criticalkv.shared.eviction.policy import parse_turn_policy
 from criticalkv.shared.failpoints import hit
-from criticalkv.shared.identity import NodeId
+from criticalkv.shared.identity import CODEC_RAW, NodeId
 from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.node_store import NodeStore
@@ -197,8 +198,13 @@ class DecodeEngine:
             # After some device errors nothing works again in this process.
             raise RuntimeError(f"the last {self._failed_steps} decode steps failed")
 
-    def warm_up(self) -> None:
-        """Run one short turn, so that the first request pays for no first time."""
+    def warm_up(self, codec: Codec = CODEC_RAW) -> None:
+        """Run one short turn, so that the first request pays for no first time.
+
+        Args:
+            codec: of the contexts to come; compiling for it takes seconds.
+        """
+        prepare_groups(self._model.spec, codec, self._pages.keys.device)
         request = DecodeRequest(
             request_id="warm-up",
             token_ids=tuple(self._model.chat.closing_ids) or (0,),

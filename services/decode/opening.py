@@ -12,18 +12,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 
-import numpy as np
-
 from criticalkv.services.decode.pages import Ints, Pages
-from criticalkv.services.decode.resident import (
-    NodeView,
-    ResidentNode,
-    Residents,
-    lens_at,
-    pages_of,
-)
+from criticalkv.services.decode.places import pages_needed
+from criticalkv.services.decode.resident import NodeView, ResidentNode, Residents
 from criticalkv.shared.cache.manifest import Manifest
-from criticalkv.shared.chain import check_manifest, open_at, read_layers, walk_chain
+from criticalkv.shared.chain import check_manifest, open_at, walk_chain
 from criticalkv.shared.errors import CriticalKVError, NodeMissingError
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.spec import ModelSpec
@@ -144,6 +137,7 @@ class ChainOpener:
             NodeMissingError: if a node is absent, of another model or tenant, or not
                 stored at its tier of the view.
             ContextLengthError: if nothing can be added to the chain.
+            PoolLimitError: if a node's quantized groups are larger than a page.
         """
         check()
         if leaf is None:
@@ -219,16 +213,14 @@ class ChainOpener:
 
     def _pull(self, node: ResidentNode, check: Check) -> None:
         check()
-        node_id, device = node.manifest.node_id, self._pages.keys.device
+        node_id = node.manifest.node_id
         with open_at(self._store, node_id, node.tier) as reader:
-            if not np.array_equal(lens_at(reader.manifest, node.tier), node.lens):
+            if not node.is_laid_out_like(reader.manifest):
                 # Another writer's low bits chose other entries since it was measured.
                 raise NodeMissingError.of(node_id, "it was replaced while it was opened")
-            for index, layer in enumerate(read_layers(reader)):
+            for layers in node.places.fill(self._pages, reader):
                 check()
-                parts = (layer.keys.to(device), layer.values.to(device), layer.positions.to(device))
-                self._pages.write(node.rows(index).to(device), *parts)
-                node.arrived(index + 1)
+                node.arrived(layers)
 
     def _new_node(self, manifest: Manifest, tier: str) -> ResidentNode | None:
         pages = self._residents.take(self._node_pages(manifest, tier))
@@ -256,7 +248,8 @@ class ChainOpener:
             with open_at(self._store, node_id, tier, layers=range(0)) as reader:
                 manifest = reader.manifest
         check_manifest(manifest, self._spec, salt)
+        self._node_pages(manifest, tier)  # refuses what no page can hold
         return manifest
 
     def _node_pages(self, manifest: Manifest, tier: str) -> int:
-        return int(pages_of(lens_at(manifest, tier), self._pages.page_size).sum())
+        return pages_needed(manifest, tier, self._pages.page_size)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from criticalkv.kernels.group_layout import GroupLayout
 from criticalkv.shared.cache.wire import TORCH_DTYPE
 from criticalkv.shared.model.spec import ModelSpec
 
@@ -28,6 +29,9 @@ class Pages:
         values: like keys.
         positions: int32 [num_pages, page_size].
         page_bytes: of one page: keys, values, positions.
+
+    A page may hold quantized groups instead of entries: the key bytes of several, back to
+    back, where its keys would be, their value bytes where its values would be.
 
     The memory is reserved at once, and on a CPU only occupied once it is written to.
     Pages that were given back last go out first: they are in memory already.
@@ -81,6 +85,47 @@ class Pages:
         self.keys.flatten(0, 1).index_copy_(0, rows, keys)
         self.values.flatten(0, 1).index_copy_(0, rows, values)
         self.positions.flatten().index_copy_(0, rows, positions.to(torch.int32))
+
+    @property
+    def key_bytes(self) -> Tensor:
+        """The keys' memory, uint8 [num_pages, bytes]."""
+        return self.keys.view(torch.uint8).flatten(1)
+
+    @property
+    def value_bytes(self) -> Tensor:
+        """The values' memory, uint8 [num_pages, bytes]."""
+        return self.values.view(torch.uint8).flatten(1)
+
+    def write_groups(
+        self, numbers: Tensor, key_groups: Tensor, value_groups: Tensor, layout: GroupLayout
+    ) -> None:
+        """Put quantized groups into pages.
+
+        Args:
+            numbers: integers [n], page · groups per page + place, on the pages' device.
+            key_groups: uint8 [n, layout.key_bytes].
+            value_groups: uint8 [n, layout.value_bytes].
+            layout: of the groups.
+        """
+        keys, values, at = self._groups(numbers, layout)
+        keys[at], values[at] = key_groups, value_groups
+
+    def read_groups(self, numbers: Tensor, layout: GroupLayout) -> tuple[Tensor, Tensor]:
+        """Return copies of groups, as `write_groups` takes them."""
+        keys, values, at = self._groups(numbers, layout)
+        return keys[at], values[at]
+
+    def _groups(
+        self, numbers: Tensor, layout: GroupLayout
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Views [num_pages, groups per page, bytes] of the memory, and where numbers point."""
+        memory = ((self.key_bytes, layout.key_bytes), (self.value_bytes, layout.value_bytes))
+        count = min(of_page.shape[1] // size for of_page, size in memory)
+        keys, values = (
+            of_page[:, : count * size].view(-1, count, size) for of_page, size in memory
+        )
+        at = numbers.long()
+        return keys, values, (at // count, at % count)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return copies (keys [n, head_dim], values, positions [n]) of slots."""

@@ -1,8 +1,8 @@
 """Nodes whose KV is in the pool, shared by all sequences over them.
 
-A node's pages are listed per (layer, KV head), its entries in rank order. A view at a
-lower tier is the same pages with shorter lengths. Nodes that nobody uses stay, least
-recently used go first, until room is needed.
+A node's places are listed per (layer, KV head), its entries in rank order. A view at a
+lower tier is the first of the same places. Nodes that nobody uses stay, least recently
+used go first, until room is needed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
+from criticalkv.kernels.group_layout import GroupLayout
 from criticalkv.services.decode.pages import Ints, Pages
+from criticalkv.services.decode.places import Indexes, lens_at, places_of
 from criticalkv.shared.cache.manifest import Manifest
-from criticalkv.shared.cache.ragged import RaggedLayer, cu_seqlens_of
 from criticalkv.shared.cache.wire import cache_of
 from criticalkv.shared.chain import Chain, ChainNode
 from criticalkv.shared.errors import CriticalKVError
@@ -35,9 +33,8 @@ class ResidentNode:
     Attributes:
         manifest: of the read that fills it.
         tier: highest tier held.
-        lens: int32 [layers, kv_heads] at that tier.
-        counts: int32 [layers, kv_heads], pages.
-        first: int32 [layers, kv_heads], where a head's pages begin in `pages`.
+        pages: all that it takes.
+        places: of its heads in them.
     """
 
     def __init__(self, manifest: Manifest, tier: str, page_size: int, pages: Ints) -> None:
@@ -45,10 +42,7 @@ class ResidentNode:
         self.tier = tier
         self.pages = pages
         self.users = 0
-        self.lens = lens_at(manifest, tier)
-        self.counts = pages_of(self.lens, page_size)
-        self.first = (self.counts.ravel().cumsum() - self.counts.ravel()).reshape(self.lens.shape)
-        self._page_size = page_size
+        self.places = places_of(manifest, tier, page_size, pages)
         self._progress = threading.Condition()
         self._layers = 0
         self._error: CriticalKVError | None = None
@@ -63,17 +57,12 @@ class ResidentNode:
         """Why it will never be complete."""
         return self._error
 
-    def rows(self, layer: int) -> Tensor:
-        """Return the slots of a layer's entries, head after head; int64 [Σ len]."""
-        rows = [self._head_rows(layer, h) for h in range(self.lens.shape[1])]
-        return torch.from_numpy(np.concatenate(rows))
-
-    def _head_rows(self, layer: int, head: int) -> NDArray[np.int64]:
-        begin, count = self.first[layer, head], self.counts[layer, head]
-        pages = self.pages[begin : begin + count].astype(np.int64) * self._page_size
-        slots = pages[:, None] + np.arange(self._page_size)
-        out: NDArray[np.int64] = slots.ravel()[: self.lens[layer, head]]
-        return out
+    def is_laid_out_like(self, manifest: Manifest) -> bool:
+        """Whether another manifest of this node puts as many entries into each place."""
+        mine, other = (m.lens[: m.tier_index(self.tier) + 1] for m in (self.manifest, manifest))
+        if not self.manifest.layout:  # its places know no lower tiers
+            mine, other = mine[-1:], other[-1:]
+        return np.array_equal(mine, other)
 
     def arrived(self, layers: int) -> None:
         """Say that the first `layers` layers are there."""
@@ -111,9 +100,21 @@ class NodeView:
     @property
     def lens(self) -> Ints:
         """Entries per head, int32 [layers, kv_heads]."""
-        if self.tier == self.node.tier:
-            return self.node.lens
         return lens_at(self.node.manifest, self.tier)
+
+    @property
+    def layout(self) -> GroupLayout | None:
+        """Of a quantized node's groups; its places are groups, a raw one's are pages."""
+        return self.node.manifest.layout
+
+    @property
+    def counts(self) -> Ints:
+        """Places per head, int32 [layers, kv_heads]."""
+        return self.node.places.counts(self.tier)
+
+    def places(self, layer: Indexes, head: Indexes, place: Indexes) -> tuple[Ints, Ints]:
+        """Return numbers and fills of places, int32 [n] each; see Places."""
+        return self.node.places.of(self.tier, layer, head, place)
 
 
 class Residents:
@@ -222,29 +223,15 @@ class Residents:
             self._unused_pages -= node.pages.size
 
 
-def lens_at(manifest: Manifest, tier: str) -> Ints:
-    """Return entries per head at a stored tier, int32 [layers, kv_heads]."""
-    out: Ints = manifest.lens[manifest.tier_index(tier)].astype(np.int32)
-    return out
-
-
-def pages_of(lens: Ints, page_size: int) -> Ints:
-    """Return the pages that so many entries take."""
-    out: Ints = -(-lens // page_size)
-    return out
-
-
 def copied_chain(pages: Pages, views: Sequence[NodeView]) -> Chain:
-    """Return a chain of complete nodes with a copy of their entries, on the CPU."""
+    """Return a chain of complete nodes with a copy of their entries, on the CPU.
+
+    Quantized entries become those of the model's own dtype.
+    """
     nodes = []
     for view in views:
         manifest = view.node.manifest
-        layers = [_copied(pages, view.node, layer) for layer in range(manifest.num_layers)]
+        layers = [view.node.places.copied(pages, i) for i in range(manifest.num_layers)]
         cache = cache_of(manifest, view.node.tier, layers)
         nodes.append(ChainNode(manifest, cache.at_tier(view.tier)))
     return Chain(tuple(nodes))
-
-
-def _copied(pages: Pages, node: ResidentNode, layer: int) -> RaggedLayer:
-    keys, values, positions = pages.read(node.rows(layer).to(pages.keys.device))
-    return RaggedLayer(keys, values, positions, cu_seqlens_of(node.lens[layer].tolist())).cpu()

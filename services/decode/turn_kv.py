@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from criticalkv.services.decode.pages import Ints, Pages
-from criticalkv.services.decode.resident import NodeView, Residents, pages_of
+from criticalkv.services.decode.resident import NodeView, Residents
 from criticalkv.shared.cache.ragged import RaggedCache, dense_layer
 
 
@@ -55,6 +55,7 @@ class TurnKV:
         tables: int32 [layers, kv_heads, places], page of each place; a head with fewer
             pages than others leaves places empty.
         fills: int32, like tables: slots in use.
+        groups: by their layout, tables and fills of the quantized nodes' groups.
 
     Args:
         residents: where pages come from.
@@ -83,7 +84,9 @@ class TurnKV:
         self._own: Ints = np.empty((*heads, 0), np.int32)
         self.length = sum(part.length for part in parts)
         self._own_length = 0
-        self.tables, self.fills = _prefix_tables(views, heads, pages.page_size)
+        self.tables, self.fills = _tables([v for v in views if not v.layout], heads)
+        layouts = dict.fromkeys(view.layout for view in views if view.layout)
+        self.groups = {x: _tables([v for v in views if v.layout == x], heads) for x in layouts}
         for part in parts:
             self._place(part.pages, part.length)
 
@@ -204,22 +207,17 @@ class TurnKV:
             self.fills[:, :, -count:] = full
 
 
-def _prefix_tables(
-    views: Sequence[NodeView], heads: tuple[int, int], page_size: int
-) -> tuple[Ints, Ints]:
-    """Lay the pages of a chain's nodes out, head by head, without gaps."""
-    lens = [view.lens for view in views]
-    counts = [pages_of(n, page_size) for n in lens]
+def _tables(views: Sequence[NodeView], heads: tuple[int, int]) -> tuple[Ints, Ints]:
+    """List the places of nodes, and their fills, head by head, without gaps."""
+    counts = [view.counts for view in views]
     begin = np.zeros(heads, np.int32)
     width = int(np.sum(counts, 0).max()) if views else 0
     tables = np.zeros((*heads, width), np.int32)
     fills = np.zeros((*heads, width), np.int32)
-    for view, length, count in zip(views, lens, counts, strict=True):
+    for view, count in zip(views, counts, strict=True):
         place = np.arange(int(count.max()) if count.size else 0)
-        used = place < count[..., None]
-        layer, head, k = np.nonzero(used)
+        layer, head, k = np.nonzero(place < count[..., None])
         target = (layer, head, begin[layer, head] + k)
-        tables[target] = view.node.pages[view.node.first[layer, head] + k]
-        fills[target] = np.clip(length[layer, head] - page_size * k, 0, page_size)
+        tables[target], fills[target] = view.places(layer, head, k)
         begin = begin + count
     return tables, fills

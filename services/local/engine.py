@@ -14,7 +14,7 @@ from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.config import DecodeConfig, EvictionConfig, ModelConfig, PrefillConfig
 from criticalkv.shared.errors import InvalidRequestError
-from criticalkv.shared.eviction.policy import Policy, canonical_turn_policy
+from criticalkv.shared.eviction.policy import Policy, canonical_turn_policy, codec_of
 from criticalkv.shared.identity import (
     POLICY_DENSE,
     Identity,
@@ -120,7 +120,8 @@ class LocalEngine:
 
         Args:
             context: text (the start of a user message), or messages.
-            policy: scorer+allocator+selector[:k=v,…], a preset's name, or "dense".
+            policy: scorer+allocator+selector[:k=v,…], a preset's name, or "dense"; with
+                codec=int8 or int4 among the options, entries are kept in so many bits.
             store_tier: highest kept fraction that can be asked for later.
         """
         messages = [Message("user", (Part(context),))] if isinstance(context, str) else context
@@ -150,6 +151,7 @@ class LocalEngine:
             model_digest=spec.model_digest,
             tokenizer_digest=spec.tokenizer_digest,
             dtype=spec.dtype,
+            codec=codec_of(name),
             policy=name,
             salt=SALT,
             parent=parent.node_id if parent else None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from criticalkv.services.prefill.context_pass import ContextPass, LayerPass
 from criticalkv.services.prefill.kvpress_replay import replay_pass_of
 from criticalkv.services.prefill.own_scores import OwnScores, evictable_layers, own_scores
 from criticalkv.services.prefill.spooled_layer import SpooledLayer
+from criticalkv.shared.cache.codec import layout_of
+from criticalkv.shared.cache.quantized import quantize_layer
 from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.ranking import Ranking, build_layer, rank_layers
 from criticalkv.shared.chain import Chain
@@ -60,27 +62,43 @@ class SideBySide:
         """See LayerSink."""
         self._layers.append(layer)
 
+    @property
+    def layers(self) -> Sequence[LayerPass]:
+        """What each layer's forward computed, in order."""
+        return self._layers
+
     def compress(
         self, policy: Policy, tiers: Sequence[str], profile: Profile | None = None
     ) -> Scored:
-        """Keep what a policy keeps, up to the highest of `tiers`.
+        """Keep what a policy keeps, up to the highest of `tiers`, as its codec leaves it.
 
         Raises:
             PolicyError: if the policy is stepwise: its KV is not that of the one forward.
         """
+        started = time.perf_counter()
+        kept = self.score(policy)
+        evictable = evictable_layers(self._model)
+        place = Place(evictable, evictable, profile)
+        ranking = rank_layers([part.scores for part in kept], policy, tiers, place)
+        cache = as_read(self._cache(ranking, kept), policy.codec)
+        return Scored(cache, time.perf_counter() - started)
+
+    def score(self, policy: Policy) -> list[OwnScores]:
+        """Return what a policy's scorer says of every layer, a replay included.
+
+        Raises:
+            PolicyError: if the policy is stepwise.
+        """
         if policy.is_stepwise:
             raise PolicyError("a stepwise policy needs a forward of its own", param="policy")
-        started = time.perf_counter()
-        kept = [own_scores(self._model, self._first_look(policy), x, 0) for x in self._layers]
-        scores = [part[0] for part in kept]
-        if policy.scorer == "replay":
-            spooled = [SpooledLayer.of(self._model, policy, x, 0) for x in self._layers]
-            replay = replay_pass_of(policy)
-            replay(self._model, policy, Chain(), spooled, lambda: None).run(self._ids)
-            scores = [x.scores or y for x, y in zip(spooled, scores, strict=True)]
-        evictable = evictable_layers(self._model)
-        ranking = rank_layers(scores, policy, tiers, Place(evictable, evictable, profile))
-        return Scored(self._cache(ranking, kept), time.perf_counter() - started)
+        looked = [own_scores(self._model, self._first_look(policy), x, 0) for x in self._layers]
+        if policy.scorer != "replay":
+            return looked
+        spooled = [SpooledLayer.of(self._model, policy, x, 0) for x in self._layers]
+        replay = replay_pass_of(policy)
+        replay(self._model, policy, Chain(), spooled, lambda: None).run(self._ids)
+        pairs = zip(looked, spooled, strict=True)
+        return [part._replace(scores=x.scores or part.scores) for part, x in pairs]
 
     def full(self) -> RaggedCache:
         """The untouched cache, as tier 1 of anything."""
@@ -98,6 +116,22 @@ class SideBySide:
 
     def _first_look(self, policy: Policy) -> Policy | None:
         return None if policy.scorer == "replay" else policy
+
+
+def as_read(cache: RaggedCache, codec: str) -> RaggedCache:
+    """Return a cache as readers get it from a node of this codec.
+
+    Raises:
+        ValueError: if the codec cannot hold the cache's head_dim.
+    """
+    layout = layout_of(codec, cache.layers[0].keys.shape[1])
+    if layout is None:
+        return cache
+    layers = (
+        quantize_layer(layer, cache.tier_lens[:, i], layout).ragged(layer.keys.dtype)
+        for i, layer in enumerate(cache.layers)
+    )
+    return replace(cache, layers=tuple(layers))
 
 
 class _Answers:

@@ -8,20 +8,25 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from decimal import Decimal
 from pathlib import Path
 
 import torch
 
+from criticalkv.services.prefill.codec_probe import CodecProbe
 from criticalkv.services.prefill.context_pass import ContextPass
 from criticalkv.services.prefill.kvpress_replay import replay_pass_of
 from criticalkv.services.prefill.priority import Priority
 from criticalkv.services.prefill.sinks import Sink, SpoolingSink, StreamingSink
 from criticalkv.services.prefill.spool import Spool
 from criticalkv.services.prefill.waiting import Waiting
+from criticalkv.shared.cache.codec import checked_layout
 from criticalkv.shared.cache.manifest import ITEMSIZE
+from criticalkv.shared.cache.quality import Quality
+from criticalkv.shared.cache.quantized import QuantizedLayer
+from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.chain import Chain, ChainLoader
 from criticalkv.shared.config import EvictionConfig, PrefillConfig
 from criticalkv.shared.errors import (
@@ -30,10 +35,11 @@ from criticalkv.shared.errors import (
     DeadlineError,
     InvalidRequestError,
 )
+from criticalkv.shared.eviction.canary import Canary
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profiles
 from criticalkv.shared.eviction.scorers.replay import held_bytes
-from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
+from criticalkv.shared.identity import CODEC_RAW, POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.node_store import NodeStore
@@ -132,7 +138,10 @@ class _Prefill:
         self._policy = None if dense else Policy.parse(request.policy)
         self._tiers = ("1",) if dense else engine.tiers_up_to(request.store_tier)
         self._identity = self._make_identity()
+        checked_layout(self._identity.codec, self._model.spec.head_dim)
         self._profile = engine._profiles.of(self._policy)
+        self._canary = self._make_canary()
+        self._probe: CodecProbe | None = None
 
     def run(self) -> PrefillResult:
         started = time.perf_counter()
@@ -144,24 +153,40 @@ class _Prefill:
             check=self._check,
         )
         self._check_length(chain)
-        with NodePublisher(
-            self._engine._store,
-            self._identity,
-            secrets.token_hex(16),
-            lease_token=request.lease_token,
-            ancestors=request.ancestors,
-            tenant=request.tenant,
-            check=self._check,
-            timeout_s=request.deadline_s,
-        ) as publisher:
-            if self._policy is not None and self._policy.is_stepwise:
-                return self._stepwise(publisher, chain, self._policy, started)
-            if self._policy is None or self._policy.streams_layers:
-                return self._stream(publisher, chain, started)
-            with self._engine._spool.reserve(
-                self._full_bytes(), self._check_alive, background=request.background
-            ):
-                return self._spooled(publisher, chain, self._policy, started)
+        with ExitStack() as stack:
+            publisher = NodePublisher(
+                self._engine._store,
+                self._identity,
+                secrets.token_hex(16),
+                lease_token=request.lease_token,
+                ancestors=request.ancestors,
+                tenant=request.tenant,
+                check=self._check,
+                timeout_s=request.deadline_s,
+                watch=self._watch(stack, chain),
+            )
+            return self._computed(stack.enter_context(publisher), chain, started)
+
+    def _computed(self, publisher: NodePublisher, chain: Chain, started: float) -> PrefillResult:
+        if self._policy is not None and self._policy.is_stepwise:
+            return self._stepwise(publisher, chain, self._policy, started)
+        if self._policy is None or self._policy.streams_layers:
+            return self._stream(publisher, chain, started)
+        with self._engine._spool.reserve(
+            self._full_bytes(), self._check_alive, background=self._request.background
+        ):
+            return self._spooled(publisher, chain, self._policy, started)
+
+    def _watch(
+        self, stack: ExitStack, chain: Chain
+    ) -> Callable[[RaggedLayer, QuantizedLayer], None] | None:
+        """Start to measure what quantizing changes, if the node is quantized."""
+        if self._identity.codec == CODEC_RAW:
+            return None
+        request = self._request
+        probe = CodecProbe(self._model, chain, request.token_ids, request.deadline_s)
+        self._probe = stack.enter_context(probe)
+        return self._probe.see
 
     def _stream(self, publisher: NodePublisher, chain: Chain, started: float) -> PrefillResult:
         sink = StreamingSink(
@@ -171,6 +196,7 @@ class _Prefill:
             self._tiers,
             chain.next_position,
             self._profile,
+            self._canary,
         )
         forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
         return self._commit(publisher, chain, sink, forward_s, scoring_s, started)
@@ -191,7 +217,13 @@ class _Prefill:
         self, publisher: NodePublisher, chain: Chain, policy: Policy, started: float
     ) -> PrefillResult:
         sink = SpoolingSink(
-            self._model, publisher, policy, self._tiers, chain.next_position, self._profile
+            self._model,
+            publisher,
+            policy,
+            self._tiers,
+            chain.next_position,
+            self._profile,
+            self._canary,
         )
         forward_s, scoring_s = self._forward(ContextPass(self._model, chain, sink, self._check))
         if policy.scorer == "replay":
@@ -251,6 +283,7 @@ class _Prefill:
             pending_ids=request.pending_ids,
             prefill_ms=1e3 * (time.perf_counter() - started),
             ttl_ms=request.ttl_ms,
+            quality=self._quality(),
         )
         return self._result(published, forward_s, scoring_s, started)
 
@@ -272,7 +305,21 @@ class _Prefill:
             stored_bytes=published.stored_bytes,
             published=published.published,
             replica=self._engine._replica,
+            quality=manifest.quality,
         )
+
+    def _quality(self) -> Quality | None:
+        """What was measured: nothing of dense nodes, which keep all as it is."""
+        tiers = self._canary.tiers() if self._canary else ()
+        codec = self._probe.quality() if self._probe else None
+        return Quality(tiers=tiers, codec=codec) if tiers or codec else None
+
+    def _make_canary(self) -> Canary | None:
+        """Of stepwise nodes there is none: their queries never saw the whole context."""
+        count, policy = self._engine._eviction.canary_queries, self._policy
+        if policy is None or policy.is_stepwise or not count:
+            return None
+        return Canary(count, policy.window)
 
     def _make_identity(self) -> Identity:
         spec, request = self._model.spec, self._request
@@ -280,6 +327,7 @@ class _Prefill:
             model_digest=spec.model_digest,
             tokenizer_digest=spec.tokenizer_digest,
             dtype=spec.dtype,
+            codec=CODEC_RAW if self._policy is None else self._policy.codec,
             policy=POLICY_DENSE if self._policy is None else self._policy.canonical(),
             salt=request.salt,
             parent=request.ancestors[-1] if request.ancestors else None,

@@ -14,6 +14,7 @@ from criticalkv.services.prefill.context_pass import LayerPass
 from criticalkv.services.prefill.own_scores import cut_start, evictable_layers, own_scores
 from criticalkv.services.prefill.spooled_layer import SpooledLayer
 from criticalkv.shared.cache.ranking import Ranking, build_layer, join_rankings, rank_layers
+from criticalkv.shared.eviction.canary import Asked, Canary
 from criticalkv.shared.eviction.plan import Place
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profile
@@ -45,6 +46,7 @@ class StreamingSink:
         tiers: tuple[str, ...],
         first_position: int,
         profile: Profile | None = None,
+        canary: Canary | None = None,
     ) -> None:
         self._model = model
         self._publisher = publisher
@@ -52,6 +54,7 @@ class StreamingSink:
         self._tiers = tiers
         self._first = first_position
         self._profile = profile
+        self._canary = canary
         self._rankings: list[Ranking] = []
 
     def take(self, layer: LayerPass) -> None:
@@ -62,6 +65,10 @@ class StreamingSink:
         self._rankings.append(ranking)
         packed = build_layer(ranking, 0, keys, values, first)
         self._publisher.send(packed, ranking.tier_lens[:, 0])
+        asked = _asked(self._canary, self._model, layer)
+        if self._canary and asked:
+            kept, w_o = ranking.order[0].indices, self._model.w_o(layer.call.layer)
+            self._canary.add(asked, keys, values, w_o, kept, ranking.tier_lens[:, 0])
 
     def finish(self) -> Ranking:
         """Join the layers' rankings."""
@@ -79,6 +86,7 @@ class SpoolingSink:
         tiers: tuple[str, ...],
         first_position: int,
         profile: Profile | None = None,
+        canary: Canary | None = None,
     ) -> None:
         self._model = model
         self._publisher = publisher
@@ -86,11 +94,14 @@ class SpoolingSink:
         self._tiers = tiers
         self._first = first_position
         self._profile = profile
+        self._canary = canary
         self.layers: list[SpooledLayer] = []
 
     def take(self, layer: LayerPass) -> None:
         """Keep a layer."""
-        self.layers.append(SpooledLayer.of(self._model, self._policy, layer, self._first))
+        spooled = SpooledLayer.of(self._model, self._policy, layer, self._first)
+        spooled.asked = _asked(self._canary, self._model, layer)
+        self.layers.append(spooled)
 
     def finish(self) -> Ranking:
         """Rank over all layers and send them, freeing each as it goes."""
@@ -108,9 +119,18 @@ class SpoolingSink:
             packed = build_layer(
                 ranking, index, spooled.keys[:, begin:], spooled.values[:, begin:], first[index]
             )
+            self._look(index, ranking)
             spooled.keys = spooled.values = torch.empty(0)
             self._publisher.send(packed, ranking.tier_lens[:, index])
         return ranking
+
+    def _look(self, index: int, ranking: Ranking) -> None:
+        """Let the canary see a ranked layer."""
+        spooled, device = self.layers[index], self._model.device
+        if self._canary and spooled.asked:
+            entries = (spooled.keys.to(device), spooled.values.to(device))
+            kept, lens = ranking.order[index].indices, ranking.tier_lens[:, index]
+            self._canary.add(spooled.asked, *entries, self._model.w_o(index), kept, lens)
 
     def _scores_of(self, index: int) -> LayerScores:
         spooled = self.layers[index]
@@ -119,3 +139,11 @@ class SpoolingSink:
             return LayerScores.everything(heads, n - cut_start(n, spooled.window))
         assert spooled.scores is not None
         return spooled.scores
+
+
+def _asked(canary: Canary | None, model: LoadedModel, layer: LayerPass) -> Asked | None:
+    """What the canary keeps of a layer; sliding-window layers evict nothing that is seen."""
+    call = layer.call
+    if canary is None or call.window is not None:
+        return None
+    return canary.ask(call.query, call.scaling, layer.prefix, model.w_o(call.layer))

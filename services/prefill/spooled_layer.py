@@ -6,6 +6,7 @@ from torch import Tensor
 
 from criticalkv.services.prefill.context_pass import LayerPass
 from criticalkv.services.prefill.own_scores import context_layer, own_scores
+from criticalkv.shared.eviction.canary import Asked
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scorers.replay import first_pass_sumsq
 from criticalkv.shared.eviction.scores import LayerScores
@@ -18,6 +19,7 @@ class SpooledLayer:
     Attributes:
         scores: of scorers that look at these queries; a replay gives them later.
         first_pass: what a replay adds to its own sums, on the host, or None.
+        asked: what a canary keeps of the queries, or None.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class SpooledLayer:
         self.window = layer.call.window
         self.scores = scores
         self.first_pass = None if first_pass is None else first_pass.cpu()
+        self.asked: Asked | None = None
 
     @classmethod
     def of(

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.dataclasses import dataclass
 
 from criticalkv.kernels.group_layout import ROWS, GroupLayout
 from criticalkv.shared.cache.codec import layout_of
@@ -46,21 +47,27 @@ MAX_TABLE = 1 << 20
 """Most entries of a tier table: as Python integers they cost some 40 bytes each."""
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
+
 _SEGMENT = np.dtype([("layer", "<u2"), ("tier", "<u2"), ("rows", "<u4"), ("checksum", "<u8")])
 _QUANTIZED_SEGMENT = np.dtype([*_SEGMENT.descr, ("groups", "<u4")])
 
 
-class Segment(BaseModel):
+def raw_entry_bytes(head_dim: int, dtype: str) -> int:
+    """Stored bytes of one KV entry that is not quantized: key, value and int32 position."""
+    return 2 * head_dim * ITEMSIZE[dtype] + 4
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class Segment:
     """One stored piece: `rows` KV entries of one (layer, tier), head-major.
 
     `checksum` is xxh3_64 of the payload. A quantized segment holds whole groups.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     layer: int = Field(ge=0, lt=MAX_LAYERS)
     tier: int = Field(ge=0, lt=MAX_TIERS, description="index into Manifest.tiers, or dropped")
-    rows: int = Field(gt=0)
+    rows: int = Field(gt=0, lt=1 << 32)
     checksum: int = Field(ge=0, lt=1 << 64)
     groups: int = Field(default=0, ge=0, lt=1 << 32, description="of a quantized codec")
 
@@ -133,27 +140,43 @@ class Manifest(BaseModel):
         given = len(self.tiers) + self.dropped_tiers
         if given > MAX_TIERS:
             raise ValueError(f"more than {MAX_TIERS} tiers, the dropped ones included")
-        rows = np.zeros((self.num_layers, given), dtype=np.int64)
-        groups = np.zeros_like(rows)
-        largest = max(MAX_SEGMENT_BYTES, self._bytes_of(1, 1))
-        for index, segment in enumerate(self.segments):
-            if segment.layer >= self.num_layers or segment.tier >= given:
-                raise ValueError("a segment names a layer or tier that does not exist")
-            if self.segment_bytes(index) > largest:
-                raise ValueError("a segment is larger than its limit")
-            rows[segment.layer, segment.tier] += segment.rows
-            groups[segment.layer, segment.tier] += segment.groups
-        added = np.diff(self.lens, axis=0, prepend=0)
-        if not (rows[:, : len(self.tiers)] == added.sum(axis=2).T).all():
-            raise ValueError("segment rows do not add up to the tier table")
-        if not (groups[:, : len(self.tiers)] == self.group_counts.sum(axis=2).T).all():
-            raise ValueError("segment groups do not add up to the tier table")
+        table = self._segment_table
+        if (table["layer"] >= self.num_layers).any() or (table["tier"] >= given).any():
+            raise ValueError("a segment names a layer or tier that does not exist")
+        if self._sizes.max(initial=0) > max(MAX_SEGMENT_BYTES, self._bytes_of(1, 1)):
+            raise ValueError("a segment is larger than its limit")
+        kept = table[table["tier"] < len(self.tiers)]
+        where = kept["layer"].astype(np.int64) * len(self.tiers) + kept["tier"]
+        for name, wanted in (("rows", self._added), ("groups", self.group_counts)):
+            # Sums of integers below 2^53: exact.
+            found = np.bincount(where, kept[name], len(self.tiers) * self.num_layers)
+            if not (found.reshape(self.num_layers, -1) == wanted.sum(axis=2).T).all():
+                raise ValueError(f"segment {name} do not add up to the tier table")
+        if self.layout:
+            self._check_whole_groups(kept[np.argsort(where, kind="stable")])
+
+    def _check_whole_groups(self, segments: npt.NDArray[np.void]) -> None:
+        """Refuse segments, by layer and tier, whose rows are not those of their groups."""
+        groups, rows = (np.cumsum(segments[name], dtype=np.int64) for name in ("groups", "rows"))
+        added, counts = (x.transpose(1, 0, 2).ravel() for x in (self._added, self.group_counts))
+        # The cell (layer, tier, head) in which each segment ends, and how far into it.
+        ends = counts.cumsum()
+        cell = np.searchsorted(ends, groups)
+        left = groups - (ends - counts)[cell]
+        inside = np.minimum(ROWS * left, added[cell])
+        if not (rows == (added.cumsum() - added)[cell] + inside).all():
+            raise ValueError("a segment does not hold whole groups")
 
     def __eq__(self, other: object) -> bool:
         # Not pydantic's: that compares the cached table too, and arrays have no truth value.
         if not isinstance(other, Manifest):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in Manifest.model_fields)
+
+    def __copy__(self) -> Manifest:
+        # Without what was derived and cached: `model_copy` goes on to change fields.
+        fields = {name: getattr(self, name) for name in Manifest.model_fields}
+        return Manifest.model_construct(**fields)
 
     def __hash__(self) -> int:
         return hash((self.node_id, self.attempt))
@@ -165,6 +188,23 @@ class Manifest(BaseModel):
             return np.asarray(self.tier_lens, dtype=np.int64)
         except ValueError:
             raise ValueError("tier_lens is not rectangular") from None
+
+    @cached_property
+    def _added(self) -> npt.NDArray[np.int64]:
+        """Entries that each tier adds per head, int64 [tiers, layers, kv_heads]."""
+        return np.diff(self.lens, axis=0, prepend=0)
+
+    @cached_property
+    def _segment_table(self) -> npt.NDArray[np.void]:
+        """The segments as one array of `_QUANTIZED_SEGMENT`."""
+        rows = [(s.layer, s.tier, s.rows, s.checksum, s.groups) for s in self.segments]
+        return np.array(rows, dtype=_QUANTIZED_SEGMENT)
+
+    @cached_property
+    def _sizes(self) -> npt.NDArray[np.int64]:
+        """Payload bytes of each segment, int64."""
+        rows, groups = (self._segment_table[name].astype(np.int64) for name in ("rows", "groups"))
+        return self._bytes_of(rows, groups)
 
     @property
     def node_id(self) -> NodeId:
@@ -179,8 +219,7 @@ class Manifest(BaseModel):
     @cached_property
     def group_counts(self) -> npt.NDArray[np.int64]:
         """Groups that each tier adds per head, int64 [tiers, layers, kv_heads]; raw: 0."""
-        added = np.diff(self.lens, axis=0, prepend=0)
-        counts: npt.NDArray[np.int64] = -(-added // ROWS)
+        counts: npt.NDArray[np.int64] = -(-self._added // ROWS)
         return counts if self.layout else np.zeros_like(counts)
 
     @property
@@ -188,16 +227,16 @@ class Manifest(BaseModel):
         """Stored bytes of one KV entry: key, value and int32 position; without its group's."""
         if self.layout:
             return self.layout.wire_row_bytes
-        return 2 * self.head_dim * ITEMSIZE[self.identity.dtype] + 4
+        return raw_entry_bytes(self.head_dim, self.identity.dtype)
 
-    def _bytes_of(self, rows: int, groups: int) -> int:
+    def _bytes_of(self, rows: Count, groups: Count) -> Count:
         return rows * self.entry_bytes + groups * (
             self.layout.wire_group_bytes if self.layout else 0
         )
 
     def segment_bytes(self, index: int) -> int:
         """Payload bytes of segment `index`."""
-        return self._bytes_of(self.segments[index].rows, self.segments[index].groups)
+        return int(self._sizes[index])
 
     def tier_index(self, tier: str) -> int:
         """Index of a stored tier."""
@@ -220,11 +259,12 @@ class Manifest(BaseModel):
 
     def segments_of(self, tier: int) -> list[int]:
         """Indexes of the segments of one tier, given by its index; it may be a dropped one."""
-        return [i for i, segment in enumerate(self.segments) if segment.tier == tier]
+        found: list[int] = np.flatnonzero(self._segment_table["tier"] == tier).tolist()
+        return found
 
     def added_bytes(self, tier: int) -> int:
         """Bytes that one tier, given by its index, adds to those below it."""
-        return sum(self.segment_bytes(i) for i in self.segments_of(tier))
+        return int(self._sizes[self._segment_table["tier"] == tier].sum())
 
     def shrunk_to(self, tier: str) -> Manifest:
         """Return the manifest of the same node without the tiers above `tier`."""
@@ -239,13 +279,13 @@ class Manifest(BaseModel):
 
     def read_order(self, tier: str, layers: range) -> list[int]:
         """Indexes of the segments of a read: by layer, then tier, then piece."""
-        top = self.tier_index(tier)
-        wanted = [
-            (s.layer, s.tier, i)
-            for i, s in enumerate(self.segments)
-            if s.tier <= top and s.layer in layers
-        ]
-        return [i for _, _, i in sorted(wanted)]
+        table = self._segment_table
+        is_wanted = table["tier"] <= self.tier_index(tier)
+        is_wanted &= (table["layer"] >= layers.start) & (table["layer"] < layers.stop)
+        found = np.flatnonzero(is_wanted)
+        order = np.lexsort((found, table["tier"][found], table["layer"][found]))
+        wanted: list[int] = found[order].tolist()
+        return wanted
 
 
 def verify_segment(manifest: Manifest, index: int, payload: bytes | bytearray | memoryview) -> None:
@@ -270,10 +310,9 @@ def encode_manifest(manifest: Manifest) -> list[bytes]:
     if manifest.quality is None:
         del header["quality"]
     header["segments"] = len(manifest.segments)
-    kind = _segment_kind(manifest.identity.codec)
-    names = kind.names or ()
-    rows = [tuple(getattr(s, name) for name in names) for s in manifest.segments]
-    segments = np.array(rows, dtype=kind)
+    segments = np.empty(len(manifest.segments), _segment_kind(manifest.identity.codec))
+    for name in segments.dtype.names or ():
+        segments[name] = manifest._segment_table[name]
     table = manifest.lens.astype("<i4").tobytes() + segments.tobytes()
     head = msgpack.packb(header)
     if len(head) > MAX_PART_BYTES:

@@ -10,22 +10,25 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Error = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+MAX_ERROR = 1e6
+"""Larger errors count as this one."""
+Error = Annotated[float, Field(ge=0, le=MAX_ERROR, allow_inf_nan=False)]
 
 
 class TierQuality(BaseModel):
     """How the context's last queries see what a tier keeps, over all evictable layers.
 
-    σ is the share of a query's unpooled attention that the kept entries hold; θ bounds the
-    change of its output (CriticalKV, arXiv 2502.03805, Theorem 3.3), here with L2 norms and
-    as a share of C = Σ A_i‖𝓥_i‖₂.
+    σ is the share of a query's unpooled attention that the kept entries hold, ancestors'
+    among them; θ bounds the change of its output (CriticalKV, arXiv 2502.03805, Theorem
+    3.3), here with L2 norms and as a share of C = Σ A_i‖𝓥_i‖₂. Of a query head's few
+    queries the mean σ counts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     retained_mass: Share = Field(description="mean σ")
     lowest_mass: Share = Field(description="lowest mean σ of one query head of one layer")
-    low_mass_share: Share = Field(description="share of query heads with σ ≤ 0.5")
+    low_mass_share: Share = Field(description="share of query heads with mean σ ≤ 0.5")
     theta: Error = Field(description="mean θ ÷ C")
 
 

@@ -11,12 +11,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from criticalkv.kernels import ops
 from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.errors import NumericsError
 from criticalkv.shared.eviction.plan import Place, Plan
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scores import LayerScores
-from criticalkv.shared.finite import is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def rank_layers(
         logger.warning("tiers of %s are not nested: only %s is kept", policy.canonical(), tiers[-1])
         tiers = tiers[-1:]
         admitted, _ = _admitted(plan, tiers)
-    order = _rank_order(plan.ranking.by_head, admitted)
+    order = ops.tier_ranks(plan.ranking.by_head, admitted, len(tiers))
     ranked = {i: (order[k], admitted[k]) for k, i in enumerate(evictable)}
     return _join(scores, ranked, tuple(tiers), nested=nested)
 
@@ -118,16 +118,11 @@ def build_layer(
         NumericsError: if a kept key or value holds NaN or infinity.
     """
     order = ranking.order[layer]
-    heads, n, dim = keys.shape
-    first_row = torch.arange(heads, device=keys.device) * n
-    lens = order.cu_seqlens.to(keys.device, torch.int64).diff()
-    indices = order.indices.to(keys.device)
-    rows = first_row.repeat_interleave(lens) + indices
-    kept_keys = keys.reshape(heads * n, dim)[rows]
-    kept_values = values.reshape(heads * n, dim)[rows]
-    if not (is_finite(kept_keys) and is_finite(kept_values)):
+    kept_keys, kept_values, positions, finite = ops.pack(
+        keys, values, order.indices.to(keys.device), order.cu_seqlens, first_position
+    )
+    if not bool(finite):
         raise NumericsError(f"keys or values of layer {layer} hold NaN or infinity")
-    positions = (indices + first_position).to(torch.int32)
     return RaggedLayer(kept_keys, kept_values, positions, order.cu_seqlens)
 
 
@@ -144,12 +139,6 @@ def _admitted(plan: Plan, tiers: Sequence[str]) -> tuple[Tensor, bool]:
         admitted.masked_fill_(wider & (admitted == len(tiers)), index)
         kept = wider
     return admitted, nested
-
-
-def _rank_order(by_score: Tensor, admitted: Tensor) -> Tensor:
-    """Sort by (admitting tier, −score, index): int64 [layers, heads, n]."""
-    tier_in_order = admitted.gather(-1, by_score)
-    return by_score.gather(-1, tier_in_order.sort(dim=-1, stable=True).indices)
 
 
 def _join(

@@ -3,7 +3,7 @@
 A layer's entries are laid out tier-major (what tier 0 keeps, head by head; then
 what tier 1 adds; …) and cut into segments that never mix two tiers. A segment
 holds keys [rows, head_dim], values [rows, head_dim] and int32 positions [rows],
-back to back, in the machine's little-endian order.
+back to back, in the machine's little-endian order. Quantized segments: `group_wire`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from criticalkv.shared.cache.codec import layout_of
+from criticalkv.shared.cache.group_wire import GroupParts, pack_groups
 from criticalkv.shared.cache.manifest import (
     MAX_SEGMENT_BYTES,
     Manifest,
     Segment,
     verify_segment,
 )
+from criticalkv.shared.cache.quantized import QuantizedLayer, quantize_layer
 from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer, cu_seqlens_of
 from criticalkv.shared.errors import CorruptNodeError
+from criticalkv.shared.identity import CODEC_RAW
 
 TORCH_DTYPE = {
     "float32": torch.float32,
@@ -34,16 +38,32 @@ TORCH_DTYPE = {
 
 
 def pack_layer(
-    layer_index: int, layer: RaggedLayer, tier_lens: Tensor
+    layer_index: int, layer: RaggedLayer, tier_lens: Tensor, codec: str = CODEC_RAW
 ) -> Iterator[tuple[Segment, bytearray]]:
     """Yield the segments of one layer with their payloads, tier by tier.
 
     Args:
         layer_index: decoder layer.
-        layer: entries in rank order, holding the highest tier.
+        layer: entries in rank order, holding the highest tier; for a quantized codec
+            finite and of |x| ≤ 65504.
         tier_lens: int64 [tiers, kv_heads], ascending along tiers; the last row
             equals the layer's head lengths.
+        codec: raw, int8 or int4.
+
+    Raises:
+        ValueError: if the codec is unknown, or cannot hold the layer's head_dim.
     """
+    layout = layout_of(codec, layer.keys.shape[1])
+    if layout is None:
+        yield from _pack_raw(layer_index, layer, tier_lens)
+    else:
+        groups = quantize_layer(layer, tier_lens, layout)
+        yield from pack_groups(layer_index, groups, tier_lens)
+
+
+def _pack_raw(
+    layer_index: int, layer: RaggedLayer, tier_lens: Tensor
+) -> Iterator[tuple[Segment, bytearray]]:
     layer = _to_cpu(layer)
     lens = tier_lens.to("cpu", torch.int64)
     entry = 2 * layer.keys.shape[1] * layer.keys.element_size() + 4
@@ -85,9 +105,69 @@ class LayerAssembler:
     def __init__(self, manifest: Manifest, layer: int, tier: str) -> None:
         self._manifest = manifest
         self._tier = manifest.tier_index(tier)
-        self._lens = torch.from_numpy(manifest.lens[: self._tier + 1, layer])
         self._layer = layer
-        top = self._lens[-1].tolist()
+        self._dtype = TORCH_DTYPE[manifest.identity.dtype]
+        lens = manifest.lens[: self._tier + 1, layer]
+        end = manifest.next_position
+        positions = range(end - manifest.num_tokens, end)
+        self._parts: _RowParts | GroupParts = (
+            GroupParts(manifest.layout, lens, positions)
+            if manifest.layout
+            else _RowParts(manifest, torch.from_numpy(lens), positions)
+        )
+        self._missing = int(lens[-1].sum())
+
+    def add(self, index: int, payload: bytearray | memoryview | bytes) -> None:
+        """Place the payload of segment `index`.
+
+        Raises:
+            CorruptNodeError: if it is not a segment of this layer and tier, its length or
+                checksum is wrong, or a quantized one's content is impossible.
+        """
+        if not 0 <= index < len(self._manifest.segments):
+            raise CorruptNodeError(f"segment {index} does not exist")
+        segment = self._manifest.segments[index]
+        if segment.layer != self._layer or segment.tier > self._tier:
+            raise CorruptNodeError(f"segment {index} does not belong to this read")
+        verify_segment(self._manifest, index, payload)
+        self._parts.place(index, segment, payload)
+        self._missing -= segment.rows
+
+    def finish(self) -> RaggedLayer:
+        """Return the layer, in the node's dtype.
+
+        Raises:
+            CorruptNodeError: if segments are missing or positions are impossible.
+        """
+        self._check_complete()
+        layer = self._parts.finish()
+        return layer if isinstance(layer, RaggedLayer) else layer.ragged(self._dtype)
+
+    def finish_groups(self) -> QuantizedLayer:
+        """Return the layer of a quantized node as it is stored.
+
+        Raises:
+            CorruptNodeError: if segments are missing.
+            TypeError: if the node is not quantized.
+        """
+        self._check_complete()
+        layer = self._parts.finish()
+        if isinstance(layer, RaggedLayer):
+            raise TypeError("a raw node has no groups")
+        return layer
+
+    def _check_complete(self) -> None:
+        if self._missing:
+            raise CorruptNodeError(f"layer {self._layer}: {self._missing} entries are missing")
+
+
+class _RowParts:
+    """Puts raw segments back into rank order."""
+
+    def __init__(self, manifest: Manifest, lens: Tensor, positions: range) -> None:
+        self._manifest = manifest
+        self._positions = positions
+        top = lens[-1].tolist()
         dtype = TORCH_DTYPE[manifest.identity.dtype]
         rows, dim = sum(top), manifest.head_dim
         self._out = RaggedLayer(
@@ -99,24 +179,14 @@ class LayerAssembler:
         arrays = (self._out.keys, self._out.values, self._out.positions)
         self._rows = [_bytes_of(array) for array in arrays]
         # Per tier, the rows of the output that it fills next: one run per head.
-        self._runs = [
-            deque(tier_runs(self._out.cu_seqlens, self._lens, t)) for t in range(self._tier + 1)
-        ]
-        self._missing = rows
+        self._runs = [deque(tier_runs(self._out.cu_seqlens, lens, t)) for t in range(lens.shape[0])]
 
-    def add(self, index: int, payload: bytearray | memoryview | bytes) -> None:
-        """Place the payload of segment `index`.
+    def place(self, index: int, segment: Segment, payload: bytearray | memoryview | bytes) -> None:
+        """Place a segment's payload, whose length is right.
 
         Raises:
-            CorruptNodeError: if it is not a segment of this layer and tier, or its
-                length or checksum is wrong.
+            CorruptNodeError: if there is no room left for it.
         """
-        if not 0 <= index < len(self._manifest.segments):
-            raise CorruptNodeError(f"segment {index} does not exist")
-        segment = self._manifest.segments[index]
-        if segment.layer != self._layer or segment.tier > self._tier:
-            raise CorruptNodeError(f"segment {index} does not belong to this read")
-        verify_segment(self._manifest, index, payload)
         pieces = _parse(payload, segment.rows, self._manifest)
         runs = self._runs[segment.tier]
         done = 0
@@ -131,21 +201,18 @@ class LayerAssembler:
             runs[0] = (begin + count, end)
             if begin + count == end:
                 runs.popleft()
-        self._missing -= segment.rows
 
     def finish(self) -> RaggedLayer:
-        """Return the layer.
+        """Return the layer; the caller knows that it is complete.
 
         Raises:
-            CorruptNodeError: if segments are missing or positions are impossible.
+            CorruptNodeError: if a position is outside the node.
         """
-        if self._missing:
-            raise CorruptNodeError(f"layer {self._layer}: {self._missing} entries are missing")
-        positions = self._out.positions
-        end = self._manifest.next_position
-        begin = end - self._manifest.num_tokens
-        if positions.numel() and not (begin <= int(positions.min()) <= int(positions.max()) < end):
-            raise CorruptNodeError(f"layer {self._layer}: a position is outside the node")
+        found, allowed = self._out.positions, self._positions
+        if found.numel() and not (
+            allowed.start <= int(found.min()) <= int(found.max()) < allowed.stop
+        ):
+            raise CorruptNodeError("a position is outside the node")
         return self._out
 
 

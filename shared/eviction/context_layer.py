@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -137,6 +138,25 @@ class ContextLayer:
             padding=self.padding,
             min_distance=min_distance,
             query_stride=stride,
+        )
+
+    def window_scores(
+        self, count: int, kernel: int, pooling: ops.Pooling, over: Literal["mean", "sum"]
+    ) -> Tensor:
+        """Return the pooled attention of the last `count` queries, see `ops.window_scores`.
+
+        Raises:
+            ValueError, NumericsError: see `asking`.
+        """
+        return ops.window_scores(
+            self.asking(count),
+            self.keys,
+            scaling=self.scaling,
+            kernel=kernel,
+            pooling=pooling,
+            reduction=over,
+            prefix_keys=self.prefix_keys,
+            prefix_cu=self.prefix_cu,
         )
 
     def attention_rows(self, count: int) -> Iterator[ops.AttentionRows]:

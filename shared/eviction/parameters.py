@@ -49,7 +49,7 @@ SELECTORS: dict[str, Defaults] = {
     "critical": CRITICAL,
     "relative": {},
 }
-EVERY: Defaults = {"preset": None, "interval": None, "keep": None, "target": None}
+EVERY: Defaults = dict.fromkeys(("preset", "interval", "keep", "target", "codec"))
 
 PRESETS: dict[str, dict[str, Defaults]] = {
     "kvpress": {

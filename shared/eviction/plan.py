@@ -20,6 +20,7 @@ from criticalkv.shared.eviction.scores import (
 )
 from criticalkv.shared.eviction.selectors import SELECTORS
 from criticalkv.shared.eviction.selectors.candidates import Candidates
+from criticalkv.shared.eviction.selectors.twostage import first_stage
 
 
 @dataclass(frozen=True)
@@ -125,4 +126,18 @@ class Plan:
             return kvpress.select(self._entries, self._contest(tier))
         select = SELECTORS[self._policy.selector]
         kept = select(self._entries, self.budgets(tier), self._policy)
+        return kept if self._real is None else kept & self._real
+
+    def first_stage(self, tier: str) -> Tensor:
+        """Return what CriticalKV's first stage keeps, forced entries included.
+
+        Returns:
+            bool [layers, num_kv_heads, n].
+
+        Raises:
+            ValueError: if the policy has no such stage of ours.
+        """
+        if self._policy.selector != "twostage" or self._policy.preset == "kvpress":
+            raise ValueError(f"{self._policy.canonical()} has no first stage")
+        kept = first_stage(self._entries, self.budgets(tier), self._policy)
         return kept if self._real is None else kept & self._real

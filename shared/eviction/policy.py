@@ -6,16 +6,18 @@ part uses, and its defaults under each preset: `parameters`.
 
 from __future__ import annotations
 
+import functools
 from decimal import Decimal
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from criticalkv.shared.cache.codec import Codec
 from criticalkv.shared.errors import PolicyError
 from criticalkv.shared.eviction import official
 from criticalkv.shared.eviction.kvpress.combinations import refusal
 from criticalkv.shared.eviction.parameters import ALIASES, used_parameters
-from criticalkv.shared.identity import POLICY_DENSE
+from criticalkv.shared.identity import CODEC_RAW, POLICY_DENSE
 
 Scorer = Literal[
     "window",
@@ -136,6 +138,9 @@ class Policy(BaseModel):
     target: int = Field(
         default=0, ge=0, le=1 << 20, description="kept entries per head, instead of keep (stepwise)"
     )
+    codec: Codec = Field(
+        default="raw", description="bits of the kept entries: raw = the model's own, int8, int4"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -253,10 +258,36 @@ class Policy(BaseModel):
             ) from None
 
     def canonical(self) -> str:
-        """The full textual form, every parameter in use spelled out, for identities."""
+        """The full textual form, every parameter in use spelled out, for identities.
+
+        Of codecs only a quantized one: names are older than codecs.
+        """
         used = used_parameters(dict(self))
+        if self.codec == CODEC_RAW:
+            del used["codec"]
         options = ",".join(f"{key}={_plain(getattr(self, key))}" for key in sorted(used))
         return f"{self.scorer}+{self.allocator}+{self.selector}:{options}"
+
+
+def with_codec(text: str, codec: Codec | None) -> str:
+    """Return a policy's full textual form with another codec; None: as it is.
+
+    Raises:
+        PolicyError: as Policy.parse does.
+    """
+    if codec is None:
+        return text
+    return Policy.parse(text).model_copy(update={"codec": codec}).canonical()
+
+
+@functools.lru_cache(maxsize=256)
+def codec_of(text: str) -> Codec:
+    """Return the codec of a policy's nodes, by its textual form or "dense".
+
+    Raises:
+        PolicyError: as Policy.parse does.
+    """
+    return CODEC_RAW if text == POLICY_DENSE else Policy.parse(text).codec
 
 
 def parse_turn_policy(text: str) -> Policy | None:
@@ -273,6 +304,8 @@ def parse_turn_policy(text: str) -> Policy | None:
             "a turn's policy must be stepwise (interval=…, and keep=… or target=…) or dense",
             param="turn_policy",
         )
+    if policy.codec != CODEC_RAW:
+        raise PolicyError("turns are not quantized: leave codec out", param="turn_policy")
     return policy
 
 

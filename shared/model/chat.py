@@ -25,6 +25,8 @@ from criticalkv.shared.errors import ConfigError, InvalidRequestError
 JOINER = "\n\n"
 """Between an open user message and the user message that continues it."""
 
+# Any placeholder: a pattern of its own per request would push out what `re` remembers.
+_MARK = re.compile("(x[0-9a-f]{32}x[0-9]+x[0-9]+x)")
 _PROBES = (
     ("user", "assistant", "user", "assistant", "user"),
     ("system", "user", "assistant", "user"),
@@ -197,7 +199,7 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {str(error)[:200]}",
                 param="messages",
             ) from error
-        split = re.split(f"(x{nonce}x[0-9]+x[0-9]+x)", cast(str, text))
+        split = _MARK.split(cast(str, text))
         return [slots.get(item, item) for item in split if item]
 
     def _fill(self, layout: Sequence[str | _Slot], messages: Sequence[Message]) -> list[Piece]:

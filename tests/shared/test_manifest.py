@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import tracemalloc
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -28,6 +29,7 @@ from criticalkv.shared.identity import FORMAT_VERSION, Identity, tokens_digest
 DIGEST = hashlib.sha256(b"x").hexdigest()
 IDS = tuple(range(20))
 ROOT = hashlib.sha256(b"root").hexdigest()
+GOLDEN = "354f62f2f59ea0bc15b314e222030e5b3b6103183c385cdef7b1bcfdf9506c99"
 
 
 def identity(**changes):
@@ -82,6 +84,13 @@ def test_roundtrip():
     assert again == node  # also once the table is cached on one side
     assert again != manifest(prefill_ms=1.0)
     assert len({again, node}) == 1
+
+
+def test_a_copy_derives_its_numbers_anew():
+    node = manifest()
+    assert node.segment_bytes(0) == 60
+    segments = (replace(node.segments[0], rows=1), *node.segments[1:])
+    assert node.model_copy(update={"segments": segments}).segment_bytes(0) == 20
 
 
 def test_derived_numbers():
@@ -266,10 +275,40 @@ def test_fuzzed_parts(parts):
         decode_manifest(parts)
 
 
+def quantized(**changes):
+    """The same tier table in groups; each head's part of a tier is one group."""
+    groups = (2, 1, 1, 2, 0)  # layer 0: heads keep 1+4, 2+0; layer 1: 0+8, 2+7
+    kept = [s for s, n in zip(manifest().segments, groups, strict=True) if n]
+    kept[-1] = replace(kept[-1], rows=15)
+    segments = [replace(s, groups=n) for s, n in zip(kept, filter(None, groups), strict=True)]
+    return manifest(**{"identity": identity(codec="int4"), "segments": segments, **changes})
+
+
+def test_raw_manifests_are_the_bytes_that_they_always_were():
+    """Computed before there were codecs; the format's version was 2."""
+    name, version = b"format_version", bytes([FORMAT_VERSION])
+    data = b"".join(encode_manifest(manifest()))
+    assert data.count(name + version) == 1
+    assert hashlib.sha256(data.replace(name + version, name + b"\x02")).hexdigest() == GOLDEN
+
+
+def test_quantized_numbers():
+    """Rows of 2·2 code bytes, one scale and zero, a position; groups of 4 scales and zeros."""
+    node = quantized()
+    assert node.entry_bytes == 2 * 2 + 4 + 4
+    assert node.group_counts.tolist() == [[[1, 1], [0, 1]], [[1, 0], [1, 1]]]
+    sizes = [3 * 12 + 2 * 16, 4 * 12 + 16, 2 * 12 + 16, 15 * 12 + 2 * 16]
+    assert [node.segment_bytes(i) for i in range(4)] == sizes
+    assert node.tier_bytes() == [sizes[0] + sizes[2], sum(sizes)]
+    assert [node.added_bytes(t) for t in range(2)] == [sizes[0] + sizes[2], sizes[1] + sizes[3]]
+    assert decode_manifest(encode_manifest(node)) == node
+
+
+@pytest.mark.parametrize("make", [manifest, quantized])
 @settings(deadline=None, max_examples=400)
-@given(st.data())
-def test_changed_manifests_stay_consistent_or_are_refused(data):
-    parts = [bytearray(part) for part in encode_manifest(manifest())]
+@given(data=st.data())
+def test_changed_manifests_stay_consistent_or_are_refused(make, data):
+    parts = [bytearray(part) for part in encode_manifest(make())]
     part = parts[data.draw(st.integers(0, len(parts) - 1))]
     for _ in range(data.draw(st.integers(1, 4))):
         part[data.draw(st.integers(0, len(part) - 1))] = data.draw(st.integers(0, 255))

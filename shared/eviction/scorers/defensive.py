@@ -29,7 +29,6 @@ from torch import Tensor
 from criticalkv.kernels import ops
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scorers.window import pool_rows
 from criticalkv.shared.eviction.scores import LayerScores
 
 STAGE = 0.9
@@ -76,7 +75,7 @@ class _Seen:
         total = torch.zeros_like(peak)
         for rows in layer.attention_rows(width):
             probs = rows.probs[..., :before]
-            pooled = pool_rows(probs, policy)
+            pooled = ops.pool_rows(probs, policy.kernel, policy.pooling)
             scale = probs.sum(-1) / pooled.sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
             highest = (pooled * scale[..., None]).amax((0, 1))
             peak[rows.head] = peak[rows.head].maximum(highest)

@@ -8,7 +8,6 @@ from torch import Tensor
 from criticalkv.kernels import ops
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.eviction.scorers.window import pool
 from criticalkv.shared.eviction.scores import LayerScores
 
 
@@ -30,7 +29,7 @@ def obcache(policy: Policy, layer: ContextLayer) -> LayerScores:
         total[rows.head] += change.sum(1)
     return LayerScores.of(
         policy,
-        pool(total.mean(1), n - width, policy),
+        ops.pool(total.mean(1), n - width, policy.kernel, policy.pooling),
         layer.last(width),
         values=layer.values,
         w_o=layer.w_o,

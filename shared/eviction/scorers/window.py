@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import Literal
+
 from torch import Tensor
 
 from criticalkv.kernels import ops
 from criticalkv.shared.eviction.context_layer import ContextLayer
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.scores import LayerScores
+
+Over = Literal["mean", "sum"]
 
 
 def window(policy: Policy, layer: ContextLayer) -> LayerScores:
@@ -21,35 +23,26 @@ def window(policy: Policy, layer: ContextLayer) -> LayerScores:
     the pooling.
     """
     width = min(policy.window, layer.n)
-    over: ops.Reduction = "sum" if policy.preset == "official" else "mean"
-    reductions: tuple[ops.Reduction, ...] = (over,)
-    if policy.reads_relative:
-        reductions = (over, "sumsq")
-    reduced = layer.attention(width, *reductions)
+    over: Over = "sum" if policy.preset == "official" else "mean"
+    attention, sumsq = _reduced(policy, layer, width, over)
     return LayerScores.of(
         policy,
-        pool(reduced[over].mean(1), layer.n - width, policy),
+        attention,
         layer.last(width),
         values=layer.values,
         w_o=layer.w_o,
-        sumsq=reduced.get("sumsq"),
+        sumsq=sumsq,
         real=layer.real,
     )
 
 
-def pool(attention: Tensor, before: int, policy: Policy) -> Tensor:
-    """Pool the first `before` columns of [num_kv_heads, n]; the rest is untouched."""
-    if before == 0:
-        return attention
-    pooled = pool_rows(attention[:, None, :before], policy)
-    return torch.cat([pooled[:, 0], attention[:, before:]], dim=1)
-
-
-def pool_rows(rows: Tensor, policy: Policy) -> Tensor:
-    """Pool each row of [a, b, n ≥ 1] over its neighbours, stride 1, same length.
-
-    Average pooling pads with zeros, as the method's code does, so that the first
-    entries lose weight.
-    """
-    pooling = F.max_pool1d if policy.pooling == "max" else F.avg_pool1d
-    return pooling(rows, policy.kernel, stride=1, padding=policy.kernel // 2)
+def _reduced(
+    policy: Policy, layer: ContextLayer, width: int, over: Over
+) -> tuple[Tensor, Tensor | None]:
+    """Return the pooled attention fp32 [num_kv_heads, n] and, if it is read, Σ_q A²/‖o_q‖²."""
+    if layer.padding is None and not policy.reads_relative:
+        return layer.window_scores(width, policy.kernel, policy.pooling, over), None
+    reduced = layer.attention(width, over, *(("sumsq",) if policy.reads_relative else ()))
+    attention = reduced[over].mean(1)
+    pooled = ops.pool(attention, layer.n - width, policy.kernel, policy.pooling)
+    return pooled, reduced.get("sumsq")

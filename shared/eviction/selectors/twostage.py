@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from criticalkv.shared.eviction.orders import floors_of, take
+from criticalkv.shared.eviction.orders import Ranked, floors_of, take
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.selectors.candidates import Candidates
 
@@ -15,18 +15,24 @@ def twostage(entries: Candidates, budgets: Tensor, policy: Policy) -> Tensor:
     c is the budget outside the forced entries, which take part in neither stage. With
     model-wide budgets both stages are model-wide too, and heads get what they win.
     """
-    if policy.allocator == "model":
-        return _model_wide(entries, budgets.sum(), policy)
-    spare = budgets - entries.forced.sum(-1)
-    first = floors_of(policy.alpha, spare)
-    stage1 = entries.forced | take(entries.attention.by_head, ~entries.forced, first)
-    return stage1 | take(entries.needed(policy.second).by_head, ~stage1, spare - first)
+    stage1 = first_stage(entries, budgets, policy)
+    rest = _together(budgets - stage1.sum(-1), policy)
+    return _grown(stage1, entries.needed(policy.second), rest)
 
 
-def _model_wide(entries: Candidates, total: Tensor, policy: Policy) -> Tensor:
-    forced = entries.forced.flatten()
-    spare = total - forced.sum()
-    first = floors_of(policy.alpha, spare)
-    stage1 = forced | take(entries.attention.by_model, ~forced, first)
-    rest = take(entries.needed(policy.second).by_model, ~stage1, spare - first)
-    return (stage1 | rest).view_as(entries.forced)
+def first_stage(entries: Candidates, budgets: Tensor, policy: Policy) -> Tensor:
+    """Return what the first stage keeps, forced entries included."""
+    spare = _together(budgets - entries.forced.sum(-1), policy)
+    return _grown(entries.forced, entries.attention, floors_of(policy.alpha, spare))
+
+
+def _together(counts: Tensor, policy: Policy) -> Tensor:
+    """Entries that are to be taken by head, or of all heads, int64 []."""
+    return counts.sum() if policy.allocator == "model" else counts
+
+
+def _grown(kept: Tensor, ranked: Ranked, count: Tensor) -> Tensor:
+    """Add the best `count` others, int64 [layers, num_kv_heads] or [] for all heads together."""
+    if count.dim() == 0:
+        return kept | take(ranked.by_model, ~kept.flatten(), count).view_as(kept)
+    return kept | take(ranked.by_head, ~kept, count)

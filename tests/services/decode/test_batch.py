@@ -2,136 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 import torch
-from small_pool import SmallPool
+from pool_world import CPU, FLOOR, ROOT, SCALING, TIERS, Known, Tokens, World, naive, step
 from torch import Tensor
 
 from criticalkv.services.decode.batch import BatchPlan, Member
 from criticalkv.services.decode.resident import NodeView, ResidentNode
 from criticalkv.services.decode.stepwise_kv import StepwiseKV
-from criticalkv.services.decode.turn_kv import TurnKV
-from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.errors import CancelledError, NodeMissingError
 from criticalkv.shared.model.attention import LayerCall
-
-TIERS = ("0.2", "1")
-ROOT = [[[1, 0, 2], [1, 1, 0]], [[5, 2, 9], [4, 8, 1]]]
-MID = [[[3, 0, 5], [0, 1, 4]]]
-LEAF = [[[2, 2, 2], [2, 2, 2]]]
-SCALING = 0.4
-FLOOR = 2e-6  # of fp32 against fp64, at entries of order 1
-CPU = torch.device("cpu")
-
-
-@dataclass
-class Known:
-    """A sequence, and what its heads have seen, kept apart from the pool."""
-
-    kv: TurnKV
-    caches: list[RaggedCache] = field(default_factory=list)
-    own: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
-    """[token][layer] → keys and values, [heads, dim]."""
-
-    @property
-    def position(self) -> int:
-        return self.kv.first_position + len(self.own)
-
-    def entries(self, layer: int, head: int, own: int) -> list[tuple[Tensor, Tensor, int]]:
-        out = []
-        for cache in self.caches:
-            keys, values, positions = cache.layers[layer].head(head)
-            out += list(zip(keys, values, positions.tolist(), strict=True))
-        for t in range(own):
-            keys, values = self.own[t][layer]
-            out.append((keys[head], values[head], self.kv.first_position + t))
-        return out
-
-
-class World:
-    """Sequences over one chain of three nodes, read at various tiers and depths."""
-
-    def __init__(self) -> None:
-        self.pool = SmallPool()
-        root = self.pool.publish(ROOT, TIERS)
-        mid = self.pool.publish(MID, parent=root[0], seed=1)
-        leaf = self.pool.publish(LEAF, parent=mid[0], seed=2)
-        self.caches = [cache for _, cache in (root, mid, leaf)]
-        self.nodes = [self.pool.hold(*node) for node in (root, mid, leaf)]
-        self.generator = torch.Generator().manual_seed(3)
-
-    def sequence(self, *tiers: str) -> Known:
-        views = [NodeView(node, tier) for node, tier in zip(self.nodes, tiers, strict=False)]
-        for view in views:
-            self.pool.residents.use(view.node)
-        caches = [c.at_tier(t) for c, t in zip(self.caches, tiers, strict=False)]
-        return Known(self.pool.turn(views), caches)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-
-@dataclass
-class Tokens:
-    """What a sequence's next tokens are made of, by layer."""
-
-    query: Tensor  # [layers, num_q_heads, T, dim]
-    key: Tensor
-    value: Tensor
-
-    @classmethod
-    def random(cls, world: World, count: int) -> Tokens:
-        layers, heads = world.pool.heads
-        shape = (count, world.pool.spec.head_dim)
-        sizes = (2 * heads, heads, heads)
-        return cls(*(world.random(layers, size, *shape) for size in sizes))
-
-    @property
-    def count(self) -> int:
-        return self.key.shape[2]
-
-
-def step(
-    world: World, members: Sequence[tuple[Known, Tokens]], window: int | None = None
-) -> list[Tensor]:
-    """Run a step; return each member's output, [layers, num_q_heads, T, dim]."""
-    listed = []
-    for known, tokens in members:
-        world.pool.grow(known.kv, tokens.count)
-        listed.append(Member(known.kv, [7] * tokens.count, known.position, lambda: None))
-        for t in range(tokens.count):
-            layers = zip(tokens.key[:, :, t], tokens.value[:, :, t], strict=True)
-            known.own.append(list(layers))
-    plan = BatchPlan(world.pool.pages, listed, CPU)
-    outs = []
-    for layer in range(world.pool.spec.num_layers):
-        q, k, v = (
-            torch.cat([getattr(tokens, name)[layer] for _, tokens in members], 1)
-            for name in ("query", "key", "value")
-        )
-        outs.append(plan.attend(LayerCall(layer, q, k, v, SCALING, window)))
-    return list(torch.stack(outs).split([tokens.count for _, tokens in members], dim=2))
-
-
-def naive(known: Known, tokens: Tokens, window: int | None = None) -> Tensor:
-    """Every query over the entries it sees, in fp64; to be called after the step."""
-    out = torch.zeros(tokens.query.shape, dtype=torch.float64)
-    before = len(known.own) - tokens.count
-    for layer, head, t in torch.cartesian_prod(*map(torch.arange, out.shape[:3])).tolist():
-        position = known.kv.first_position + before + t
-        seen = known.entries(layer, head // 2, before + t + 1)
-        if window is not None:
-            seen = [entry for entry in seen if entry[2] > position - window]
-        query = tokens.query[layer, head, t].double()
-        weights = [math.exp(SCALING * float(query @ key.double())) for key, _, _ in seen]
-        for weight, (_, value, _) in zip(weights, seen, strict=True):
-            out[layer, head, t] += weight / sum(weights) * value.double()
-    return out
 
 
 def sequences(world: World) -> list[Known]:
@@ -159,11 +42,7 @@ def test_every_row_is_its_own_sequences(window: int | None) -> None:
         members = [(k, Tokens.random(world, n)) for k, n in zip(forked, few, strict=True)]
         for out, member in zip(step(world, members, window), members, strict=True):
             torch.testing.assert_close(out.double(), naive(*member, window), atol=FLOOR, rtol=0)
-    for each in (*known, forked[1]):
-        each.kv.close()
-    for node in world.nodes:
-        world.pool.residents.leave(node)
-    world.pool.assert_empty()
+    world.close([*known, forked[1]])
 
 
 @pytest.mark.parametrize("alone", range(5))
@@ -247,8 +126,7 @@ def test_a_layer_is_attended_to_once_it_is_there() -> None:
     cache = world.pool.publish(ROOT, TIERS, seed=5)[1]
 
     def arrive() -> None:
-        layer = cache.layers[0]
-        world.pool.pages.write(node.rows(0), layer.keys, layer.values, layer.positions)
+        world.pool.write(node, 0, cache)
         node.arrived(1)
 
     thread = threading.Timer(0.1, arrive)

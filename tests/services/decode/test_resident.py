@@ -15,6 +15,7 @@ from criticalkv.shared.errors import CancelledError, CriticalKVError, NodeMissin
 LENS = [[[1, 0, 4], [2, 3, 0]], [[5, 0, 9], [4, 8, 1]]]
 TIERS = ("0.5", "1")
 PAGES = 2 + 0 + 3 + 1 + 2 + 1
+LOW_PAGES = 1 + 0 + 1 + 1 + 1 + 0
 
 
 def held(pool: SmallPool, seed: int = 0) -> ResidentNode:
@@ -63,7 +64,8 @@ def test_a_smaller_read_is_no_larger_one() -> None:
     pool = SmallPool()
     manifest, cache = pool.publish(LENS, TIERS)
     low = pool.hold(manifest, cache, "0.5")
-    assert low.lens.tolist() == LENS[0]
+    assert NodeView(low, "0.5").lens.tolist() == LENS[0]
+    assert pool.used == LOW_PAGES
     assert found(pool, manifest, "0.5") is low
     assert found(pool, manifest, "1") is None
     assert found(pool, manifest, "0.3") is None, "not stored"

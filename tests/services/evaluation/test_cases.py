@@ -51,11 +51,15 @@ def test_the_users_essays_are_the_haystack(chat: ChatTemplate, tmp_path: Path) -
 
 
 def test_news_rows_that_fit(chat: ChatTemplate, tmp_path: Path) -> None:
-    rows = [{"context": "x" * n + "NEWLINE_CHAR y"} for n in (20, 500, 900)]
+    rows = [
+        {"context": "x" * n + "NEWLINE_CHAR y", "answers": ["A summary."]} for n in (20, 500, 900)
+    ]
     (tmp_path / "multi_news_50.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = list(news(chat, tmp_path, 700))
-    assert [name for name, _, _ in found] == ["multi_news-1"]
-    assert "NEWLINE_CHAR" not in chat.decode(found[0][1])
+    assert [case.name for case in found] == ["multi_news-1"]
+    assert "NEWLINE_CHAR" not in chat.decode(found[0].context_ids)
+    assert chat.decode(found[0].question_ids).count("Write a short summary") == 1
+    assert chat.decode(found[0].answer_ids) == "A summary."
     assert list(news(chat, None, 700)) == []
 
 

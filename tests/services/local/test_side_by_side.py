@@ -37,7 +37,8 @@ def stored(model: LoadedModel, policy: str) -> RaggedCache:
 
 
 @pytest.mark.parametrize(
-    "policy", ["snapkv", "criticaladakv:window=8", "replay+model+relative", "kvzip"]
+    "policy",
+    ["snapkv", "criticaladakv:window=8", "replay+model+relative", "kvzip", "kvzip:codec=int4"],
 )
 def test_equals_the_published_node(model: LoadedModel, policy: str) -> None:
     ours = SideBySide(model, IDS).compress(Policy.parse(policy), TIERS).cache
