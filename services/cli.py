@@ -1,4 +1,4 @@
-"""The command line: `criticalkv serve | demo | store | profile | bench | chaos`.
+"""The command line: `criticalkv serve | demo | store | profile | bench | analyze | chaos`.
 
 Reads configuration once, starts the parts in order and stops them in reverse. Imports
 what a command needs only inside it: torch and Ray take seconds.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from criticalkv.services.analysis.command import app as analyze
 from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Benchmarks: ratios of things run alternately.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(analyze, name="analyze")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML map of sections.")
@@ -242,6 +244,30 @@ def bench_store(
     from criticalkv.services.bench import store as benchmark
 
     report = benchmark.run(quick=quick, data=data)
+    report.write(json)
+    _print(report)
+
+
+@bench.command()
+def kernels(
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
+        "kernels.json"
+    ),
+    quick: Annotated[bool, typer.Option(help="Small and few; not to be compared.")] = False,
+    threads: Annotated[int, typer.Option(help="Torch threads.")] = 2,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with inaugural.txt and multi_news_50.jsonl, both optional."),
+    ] = None,
+    config: ConfigFile = None,
+    model: Model = None,
+) -> None:
+    """Operations against plain torch, codecs against unquantized caches. GPU: infra/bench/gpu.sh"""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    from criticalkv.services.bench import kernels as benchmark
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    report = benchmark.run(settings, quick=quick, threads=threads, data=data)
     report.write(json)
     _print(report)
 

@@ -25,7 +25,9 @@ SERVICE_MAY_IMPORT = {
     "local": {"local", "prefill", "decode"},
     "evaluation": {"evaluation", "local"},
     # Benchmarks time the engines and the store themselves, side by side with others.
-    "bench": {"bench", "decode", "evaluation", "local", "prefill", "store"},
+    "bench": {"analysis", "bench", "decode", "evaluation", "local", "prefill", "store"},
+    # What a policy kept is looked at in one process, and reported as benchmarks are.
+    "analysis": {"analysis", "bench", "evaluation", "local"},
     # Chaos starts and kills the store and its Valkey, and reports as benchmarks do.
     "chaos": {"bench", "chaos", "evaluation", "store"},
 }

@@ -98,3 +98,20 @@ def test_workers_get_their_threads() -> None:
     assert env["OMP_WAIT_POLICY"] == "passive"
     assert env["HF_HUB_OFFLINE"] == "1"
     assert "working_dir" not in decode.ray_actor_options["runtime_env"]
+
+
+def test_only_replicas_with_large_buffers_keep_what_they_freed() -> None:
+    """Each of glibc's arenas keeps its own: with many threads that looks like a leak."""
+    gateway, decode = (
+        build(Config()).ray_actor_options
+        for build in (application.gateway_deployment, application.decode_deployment)
+    )
+    assert gateway is not None
+    assert decode is not None
+    assert malloc_of(gateway) == {"MALLOC_ARENA_MAX": "1"}
+    assert malloc_of(decode).keys() == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+
+
+def malloc_of(actor: dict[str, Any]) -> dict[str, str]:
+    variables = actor["runtime_env"]["env_vars"]
+    return {name: value for name, value in variables.items() if name.startswith("MALLOC")}

@@ -1,0 +1,1 @@
+"""Analysis: what a policy kept, and what that changed in the attention output."""
