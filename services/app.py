@@ -28,7 +28,8 @@ from criticalkv.shared.config import (
     load_config,
     placed,
 )
-from criticalkv.shared.malloc import ENVIRONMENT as MALLOC
+from criticalkv.shared.malloc import ENVIRONMENT as LARGE_BUFFERS
+from criticalkv.shared.malloc import ONE_ARENA
 
 APP_NAME = "criticalkv"
 # A replica under full load answers late; one that died is noticed at once anyhow.
@@ -71,7 +72,8 @@ def gateway_deployment(config: Config) -> Deployment:
         # answer /health meanwhile. Serve's own 503 comes only after that.
         max_ongoing_requests=2 * gateway.max_ongoing,
         max_queued_requests=gateway.max_ongoing,
-        ray_actor_options=_actor(gateway.num_cpus, 0, 1, gateway.ray_resources),
+        # Many threads, small objects: each arena would keep its own largest need for ever.
+        ray_actor_options=_actor(gateway.num_cpus, 0, 1, gateway.ray_resources, ONE_ARENA),
     )
 
 
@@ -165,17 +167,21 @@ def _replicas(scaling: Autoscaling, policy: AutoscalingPolicy) -> dict[str, Any]
 
 
 def _actor(
-    num_cpus: float, num_gpus: float, threads: int, resources: dict[str, float]
+    num_cpus: float,
+    num_gpus: float,
+    threads: int,
+    resources: dict[str, float],
+    malloc: dict[str, str] = LARGE_BUFFERS,
 ) -> dict[str, Any]:
     return {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "resources": resources,
-        "runtime_env": {"env_vars": worker_env(threads)},
+        "runtime_env": {"env_vars": worker_env(threads, malloc)},
     }
 
 
-def worker_env(threads: int) -> dict[str, str]:
+def worker_env(threads: int, malloc: dict[str, str]) -> dict[str, str]:
     """Environment of a replica: few threads that sleep while waiting, no downloads."""
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -185,5 +191,5 @@ def worker_env(threads: int) -> dict[str, str]:
         "THP_MEM_ALLOC_ENABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        **MALLOC,
+        **malloc,
     }

@@ -379,7 +379,11 @@ class Run:
             paced_per_s=self._paced,
             faults=self._faults(),
             memory=self._sampler.memory(),
+            memory_per_minute=self._sampler.memory_per_minute(),
             slopes=self._sampler.slopes(self._warm_up_s, SLOPE_LIMIT),
+            valkey_data_per_request=self._sampler.data_per_request(
+                [record.end for record in self._history.records], self._warm_up_s
+            ),
         )
 
     def _faults(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import psutil
 from redis.exceptions import RedisError
 
 from criticalkv.services.bench.cancelled_calls import running_calls
-from criticalkv.services.chaos.slope import Slope, slope
+from criticalkv.services.chaos.slope import Slope, beyond_data, per_minute, slope
 from criticalkv.services.chaos.system import REPLICAS, System
 from criticalkv.services.store import keys
 
@@ -28,13 +28,18 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at one moment."""
+    """A process at one moment.
+
+    Attributes:
+        data: bytes that it was given to keep: Valkey's; None = it did not say.
+    """
 
     at: float
     role: str
     pid: int
     rss: int
     fds: int
+    data: int | None = 0
 
 
 @dataclass
@@ -62,19 +67,45 @@ class Sampler:
         self._thread.join()
 
     def slopes(self, warm_up_s: float, limit: float) -> dict[str, Slope]:
-        """Return each process's growth, by role and pid."""
-        by_process: dict[str, list[Sample]] = defaultdict(list)
-        for sample in self.samples:
-            by_process[f"{sample.role}:{sample.pid}"].append(sample)
+        """Return each process's growth, Valkey's beyond its data, by role and pid."""
+        out = {}
+        for name, samples in self._by_process().items():
+            told = [(s.at, s.rss, s.data) for s in samples if s.data is not None]
+            times, rss, data = zip(*told, strict=True) if told else ((), (), ())
+            own = beyond_data(rss, data)
+            out[name] = slope(times, own, warm_up_s=warm_up_s, limit=limit)
+        return out
+
+    def memory_per_minute(self) -> dict[str, list[float | None]]:
+        """Return each process's RSS in MiB, by role and pid; None = a minute without it."""
+        begin_s = self.samples[0].at if self.samples else 0.0
         return {
-            name: slope(
-                [s.at for s in samples],
-                [float(s.rss) for s in samples],
-                warm_up_s=warm_up_s,
-                limit=limit,
-            )
-            for name, samples in by_process.items()
+            name: per_minute([s.at for s in samples], [s.rss for s in samples], begin_s)
+            for name, samples in self._by_process().items()
         }
+
+    def data_per_request(self, ends: Sequence[float], warm_up_s: float) -> float | None:
+        """Return what Valkey's data grew by for each request, bytes.
+
+        None = it was restarted, did not say, or nothing was asked of it.
+
+        Args:
+            ends: when requests ended, seconds since the run began.
+            warm_up_s: what was before is left out.
+        """
+        found = [s for s in self.samples if s.role == "valkey" and s.at >= warm_up_s]
+        told = [(s.at, s.data) for s in found if s.data is not None]
+        if len({s.pid for s in found}) != 1 or not told:
+            return None
+        (begin, first), (end, last) = told[0], told[-1]
+        requests = sum(begin < at <= end for at in ends)
+        return (last - first) / requests if requests else None
+
+    def _by_process(self) -> dict[str, list[Sample]]:
+        out: dict[str, list[Sample]] = defaultdict(list)
+        for sample in self.samples:
+            out[f"{sample.role}:{sample.pid}"].append(sample)
+        return out
 
     def memory(self) -> dict[str, dict[str, float]]:
         """Return each role's first, last and largest RSS in MiB, of one process."""
@@ -97,9 +128,24 @@ def measure(system: System, at: float) -> Iterator[Sample]:
         for pid in system.pids(role):
             try:
                 process = psutil.Process(pid)
-                yield Sample(at, role, pid, process.memory_info().rss, process.num_fds())
+                rss, fds = process.memory_info().rss, process.num_fds()
             except psutil.Error:
                 continue
+            yield Sample(at, role, pid, rss, fds, _data(system) if role == "valkey" else 0)
+
+
+def _data(system: System) -> int | None:
+    try:
+        with system.redis() as client:
+            return data_bytes(client.info("memory"))
+    except RedisError:
+        return None
+
+
+def data_bytes(info: Mapping[str, Any]) -> int:
+    """Return what Valkey keeps for its clients, by INFO memory; leaks may be in the rest."""
+    rest = int(info["mem_clients_normal"]) + int(info["used_memory_scripts_eval"])
+    return int(info["used_memory"]) - rest
 
 
 def in_flight(system: System) -> float | None:

@@ -46,7 +46,8 @@ MEANING = {
     "idle_after_s": f"from the load's end until nothing is in flight, seconds; {IDLE_LIMIT_S:.0f} "
     "is the limit",
     "orphan_bytes": "payload bytes that nothing accounts for after TTL and grace; 0 is the goal",
-    "largest_rss_slope_mib_per_hour": f"of a process after warm-up; {SLOPE_LIMIT:.0f} is the limit",
+    "largest_rss_slope_mib_per_hour": "of a process after warm-up, of Valkey beyond its data; "
+    f"{SLOPE_LIMIT:.0f} is the limit",
 }
 
 
@@ -63,7 +64,9 @@ class Measured:
         paced_per_s: requests per second of a soak; None = a closed loop.
         faults: by failpoint and kind.
         memory: MiB by role.
+        memory_per_minute: MiB by process, of each minute.
         slopes: by process.
+        valkey_data_per_request: bytes that a request leaves in Valkey; None = not known.
     """
 
     options: Mapping[str, Any]
@@ -77,7 +80,9 @@ class Measured:
     paced_per_s: float | None
     faults: Mapping[str, int]
     memory: Mapping[str, Mapping[str, float]]
+    memory_per_minute: Mapping[str, Sequence[float | None]]
     slopes: Mapping[str, Slope]
+    valkey_data_per_request: float | None
 
 
 def summarize(measured: Measured) -> Report:
@@ -145,6 +150,8 @@ def _details(measured: Measured) -> dict[str, Any]:
         "condition": dict(measured.condition),
         "not_judged": _not_judged(measured.condition),
         "memory_mib": measured.memory,
+        "memory_per_minute": measured.memory_per_minute,
+        "valkey_data_bytes_per_request": measured.valkey_data_per_request,
         "rss_slopes": {name: asdict(one) for name, one in measured.slopes.items()},
     }
 

@@ -16,7 +16,7 @@ from criticalkv.services.gateway.auth import Tenant
 from criticalkv.services.gateway.choices import Choices
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
-from criticalkv.services.gateway.nodes import Want, length_of
+from criticalkv.services.gateway.nodes import Want, codec_named, length_of
 from criticalkv.services.gateway.pace import Pace
 from criticalkv.services.gateway.plan import Plan, check_room
 from criticalkv.services.gateway.prompt import Prompt, add_implicit, check_text_size, flatten
@@ -68,7 +68,7 @@ def base_after(tenant: Tenant, ext: Extension, meta: Metadata, handle: pb.Handle
         raise InvalidRequestError(
             "criticalkv.cache_salt differs from the context's", param="criticalkv.cache_salt"
         )
-    first, policy = ext.first(meta.first_policy or None), ext.policy or meta.policy
+    first, policy = ext.first(meta.first_policy or None), ext.wanted(meta.policy)
     return Base(meta.transcript, policy, meta.salt, handle.node_id, first, handle.handle)
 
 
@@ -152,7 +152,7 @@ class Chat:
         core, ext = self._core, request.criticalkv
         if ext.context_id is None:
             salt = tenant_salt(tenant.name, ext.cache_salt)
-            policy = ext.policy or core.config.eviction.policy
+            policy = ext.wanted(core.config.eviction.policy)
             first = ext.first(core.config.eviction.first_policy)
             return Base(core.transcript(policy, salt), policy, salt, first_policy=first)
         handle = await core.resolve(tenant, ext.context_id)
@@ -387,10 +387,12 @@ class Turn:
 
     def _extension(self, index: int, end: DecodeEnd, error: str | None) -> dict[str, Any]:
         start, plan = self._starts[index], self._running.plan
+        policy = plan.parent.policy if plan.parent else None
         fields = {
             "handle": self._handles[index],
             "node_id": end.node_id,
-            "policy": plan.parent.policy if plan.parent else None,
+            "policy": policy,
+            "codec": codec_named(policy),
             "tier": start.tier,
             "retained_fraction": start.retained_fraction,
             "bytes_pulled": start.bytes_pulled,

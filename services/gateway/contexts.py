@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from decimal import Decimal
 from typing import Any
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.gateway.auth import Tenant
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.gateway.deadline import Deadline
+from criticalkv.services.gateway.nodes import codec_named
 from criticalkv.services.gateway.prompt import Prompt, check_text_size, flatten
 from criticalkv.services.gateway.schemas import ContextRequest, parse_ttl
 from criticalkv.services.gateway.swap import Bound
 from criticalkv.services.gateway.transcript import Metadata, Transcript
+from criticalkv.shared.cache.manifest import raw_entry_bytes
 from criticalkv.shared.errors import (
     ContextExpiredError,
     ContextLengthError,
@@ -55,7 +56,7 @@ class Contexts:
         self, tenant: Tenant, request: ContextRequest, deadline: Deadline
     ) -> dict[str, Any]:
         core = self._core
-        policy = request.policy or core.config.eviction.policy
+        policy = request.wanted(core.config.eviction.policy)
         salt = tenant_salt(tenant.name, request.cache_salt)
         messages, ttl_ms = request.plain(), parse_ttl(request.ttl)
         check_text_size(messages, core.template, core.model.max_positions)
@@ -164,6 +165,13 @@ class Contexts:
         except ContextNotFoundError:
             return handle
 
+    def _full_bytes(self, meta: Metadata, stat: pb.NodeStat) -> int | None:
+        """Bytes of the untouched KV, not quantized; None if it is gone, or of another model."""
+        model = self._core.model
+        if not stat.full_entries or meta.model_digest != model.model_digest:
+            return None
+        return stat.full_entries * raw_entry_bytes(model.head_dim, model.dtype)
+
     def _render(self, messages: list[Message]) -> Prompt:
         template = self._core.template
         return flatten(template.render(messages, add_generation_prompt=False), template)
@@ -172,7 +180,9 @@ class Contexts:
         handles = [await self._latest(handle) for handle in handles]
         stats = await self._core.store.stat([h.node_id for h in handles]) if handles else []
         return [
-            describe(handle, meta, stat) | {"refinement": self._refinement(handle, meta)}
+            describe(handle, meta, stat)
+            | {"full_bytes": self._full_bytes(meta, stat)}
+            | {"refinement": self._refinement(handle, meta)}
             for handle, stat in zip(handles, stats, strict=True)
             if (meta := _readable(handle)) is not None
         ]
@@ -189,7 +199,7 @@ def _readable(handle: pb.Handle) -> Metadata | None:
 
 def describe(handle: pb.Handle, meta: Metadata, stat: pb.NodeStat) -> dict[str, Any]:
     """Return a context as the API shows it. Without KV, `tiers` is empty."""
-    full = stat.full_entries
+    full, policy = stat.full_entries, meta.node_policy or meta.policy
     tiers = [
         {
             "tier": tier,
@@ -204,24 +214,42 @@ def describe(handle: pb.Handle, meta: Metadata, stat: pb.NodeStat) -> dict[str, 
         "object": "context",
         "node_id": handle.node_id,
         "model": meta.model,
-        "policy": meta.node_policy or meta.policy,
+        "policy": policy,
+        "codec": codec_named(policy),
         "created": handle.created_at,
         "tiers": tiers,
         "num_tokens": stat.next_position,
-        "full_bytes": _full_bytes(stat),
         "prefill_ms": meta.prefill_ms,
         "scoring_ms": meta.scoring_ms,
+        "quality": _quality(stat),
         "cached": meta.cached,
         "pinned": stat.pinned,
     }
 
 
-def _full_bytes(stat: pb.NodeStat) -> int | None:
-    """Bytes of the untouched KV: entries are all of one size."""
-    if not stat.tier_entries or not stat.tier_entries[-1]:
+def _quality(stat: pb.NodeStat) -> dict[str, Any] | None:
+    """What was measured when the node was made; its tiers are those of `tiers`."""
+    codec = stat.codec_quality if stat.HasField("codec_quality") else None
+    if not stat.tier_quality and codec is None:
         return None
-    size = Decimal(stat.tier_bytes[-1]) / stat.tier_entries[-1]
-    return int(size * stat.full_entries)
+    return {
+        "tiers": [
+            {
+                "retained_mass": tier.retained_mass,
+                "lowest_mass": tier.lowest_mass,
+                "low_mass_share": tier.low_mass_share,
+                "theta": tier.theta,
+            }
+            for tier in stat.tier_quality
+        ],
+        "codec": None
+        if codec is None
+        else {
+            "key_error": codec.key_error,
+            "value_error": codec.value_error,
+            "kl": codec.kl if codec.HasField("kl") else None,
+        },
+    }
 
 
 def _open(start: Transcript, messages: list[Message]) -> Transcript:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from criticalkv.shared.cache.quality import Quality
 from criticalkv.shared.requests import DecodeEnd, DecodeStart
 
 _PREFIX = "criticalkv_gateway_"
@@ -16,6 +17,9 @@ TOKEN_SECONDS = (
 )
 SEQUENCES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 RATIO = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
+MASS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 1)
+BOUND = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 5)
+NATS = (1e-6, 1e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
 class Metrics:
@@ -25,6 +29,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._count_requests()
         self._time_requests()
+        self._watch_quality()
         self._watch_decode()
 
     def _count_requests(self) -> None:
@@ -58,6 +63,25 @@ class Metrics:
         )
         self._e2e = self._histogram("e2e_seconds", "Receipt to last token", REQUEST_SECONDS)
         self._prefill = self._histogram("prefill_seconds", "Prefill calls", REQUEST_SECONDS)
+
+    def _watch_quality(self) -> None:
+        """Of every node that a prefill computed, at its highest tier."""
+        self._mass = self._histogram(
+            "retained_mass_ratio",
+            "Attention of a context's last queries that its node keeps, mean over query heads",
+            MASS,
+        )
+        self._theta = self._histogram(
+            "theta_ratio",
+            "Bound on what eviction does to an attention output / its largest size, mean",
+            BOUND,
+        )
+        self._low_mass = self._histogram(
+            "low_mass_ratio", "Query heads of a node that keep at most half of their mass", RATIO
+        )
+        self._kl = self._histogram(
+            "codec_kl_nats", "KL per token from a node's kept entries to the quantized ones", NATS
+        )
 
     def _watch_decode(self) -> None:
         self._queue = self._histogram(
@@ -108,6 +132,16 @@ class Metrics:
         """Count a prefill call."""
         self._prefill.observe(milliseconds / 1000)
         self._tokens.labels("prefilled").inc(tokens)
+
+    def quality(self, quality: Quality) -> None:
+        """Record what a prefill measured of its node."""
+        if quality.tiers:
+            top = quality.tiers[-1]
+            self._mass.observe(top.retained_mass)
+            self._theta.observe(top.theta)
+            self._low_mass.observe(top.low_mass_share)
+        if quality.codec and quality.codec.kl is not None:
+            self._kl.observe(quality.codec.kl)
 
     def first_token(self, seconds: float) -> None:
         """Record a time to first token."""

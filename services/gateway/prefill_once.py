@@ -105,6 +105,8 @@ class Prefiller:
                     raise
                 continue
             self._metrics.prefilled(len(request.token_ids), result.total_ms)
+            if result.quality:
+                self._metrics.quality(result.quality)
             return result
         raise AssertionError("unreachable")
 

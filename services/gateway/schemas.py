@@ -7,11 +7,20 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from criticalkv.shared.cache.codec import Codec
 from criticalkv.shared.config import GatewayConfig
 from criticalkv.shared.errors import InvalidRequestError, UnsupportedFieldError
-from criticalkv.shared.eviction.policy import Policy, parse_turn_policy
+from criticalkv.shared.eviction.policy import Policy, parse_turn_policy, with_codec
 from criticalkv.shared.identity import POLICY_DENSE, canonical_tier
 from criticalkv.shared.model.chat import Message, Part
 
@@ -87,15 +96,13 @@ def _tier(value: float | int | str | None) -> str | None:
     return canonical_tier(value)
 
 
-def _policy(value: str | None) -> str | None:
-    return _canonical(value, Policy.parse)
-
-
 def _turn_policy(value: str | None) -> str | None:
     return _canonical(value, parse_turn_policy)
 
 
-def _canonical(value: str | None, parse: Callable[[str], Policy | None]) -> str | None:
+def _canonical(
+    value: str | None, parse: Callable[[str], Policy | None], codec: Codec | None = None
+) -> str | None:
     if value is None:
         return None
     if len(value) > 512:
@@ -108,7 +115,9 @@ def _canonical(value: str | None, parse: Callable[[str], Policy | None]) -> str 
         return POLICY_DENSE
     if 0 < policy.interval < MIN_INTERVAL:
         raise ValueError(f"interval is {policy.interval}, at least {MIN_INTERVAL} in a request")
-    return policy.canonical()
+    if codec is not None and policy.codec != codec and "codec" in policy.model_fields_set:
+        raise ValueError(f"says codec={policy.codec}, but codec is {codec}; give one of them")
+    return with_codec(policy.canonical(), codec)
 
 
 class Breakpoint(Body):
@@ -219,17 +228,25 @@ class Labels(Body):
 
 
 class _Policies(Body):
-    """How contexts are compressed: at once, and in the end."""
+    """How contexts are compressed: at once, and in the end; `codec` is that of both."""
 
+    codec: Codec | None = None  # before the policies, whose check reads it
     policy: str | None = None
     first_policy: str | None = None
 
-    _check_policy = field_validator("policy", "first_policy")(_policy)
+    @field_validator("policy", "first_policy")
+    @classmethod
+    def _check_policy(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return _canonical(value, Policy.parse, info.data.get("codec"))
 
     @field_validator("first_policy", mode="before")
     @classmethod
     def _none(cls, value: Any) -> Any:
         return None if value == "none" else value
+
+    def wanted(self, default: str) -> str:
+        """Return the wanted policy; `default` where none is named."""
+        return self.policy or with_codec(default, self.codec)
 
     def first(self, default: str | None) -> str | None:
         """Return the wanted first policy; null says none.
@@ -238,7 +255,9 @@ class _Policies(Body):
         """
         if "first_policy" in self.model_fields_set:
             return self.first_policy
-        return default if self.policy is None else None
+        if default is None or self.policy is not None:
+            return None
+        return with_codec(default, self.codec)
 
 
 class Extension(_Policies):

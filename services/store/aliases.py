@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import checks, keys, scripts
+from criticalkv.services.store.metadata_room import MetadataRoom
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.redis_data import RedisData
 from criticalkv.shared.config import StoreConfig
@@ -14,9 +15,16 @@ from criticalkv.shared.config import StoreConfig
 class Aliases:
     """All aliases. A target whose node is gone is never returned."""
 
-    def __init__(self, redis: RedisData, nodes: Nodes, config: StoreConfig) -> None:
+    def __init__(
+        self,
+        redis: RedisData,
+        nodes: Nodes,
+        config: StoreConfig,
+        room: MetadataRoom | None = None,
+    ) -> None:
         self._redis = redis
         self._nodes = nodes
+        self._room = room or MetadataRoom(config)
         self._ttl_ms = config.record_ttl_s * 1000
 
     async def put(self, request: pb.PutAliasRequest) -> None:
@@ -25,7 +33,7 @@ class Aliases:
         node_id = checks.node_id(request.target.node_id)
         view = checks.view(list(request.target.view))
         target = f"{node_id}:{','.join(view)}"
-        await self._redis.run(scripts.ALIAS, [key], [target, self._ttl_ms])
+        await self._redis.run(scripts.ALIAS, [key], [target, self._room.shortened(self._ttl_ms)])
 
     async def resolve(self, aliases: Sequence[str]) -> list[pb.AliasEntry]:
         """Return the targets of each alias, newest first."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import checks, keys, scripts
+from criticalkv.services.store.metadata_room import MetadataRoom
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.quotas import Quotas
-from criticalkv.services.store.redis_data import RedisData
+from criticalkv.services.store.redis_data import Argument, RedisData
 from criticalkv.shared.cache.manifest import MAX_PART_BYTES
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import (
@@ -20,6 +22,9 @@ from criticalkv.shared.errors import (
 
 MAX_LIST = 1000
 _PAGE = 100
+_LOOKED_AT = 3
+"""Listed handles that are looked at with every new one: of those that are listed, no more
+than about one of so many has expired."""
 _OUTCOMES = {
     "moved": pb.MoveHandleResponse.MOVED,
     "children": pb.MoveHandleResponse.HAS_CHILDREN,
@@ -30,9 +35,16 @@ _OUTCOMES = {
 class Handles:
     """All handles. An unknown, expired or foreign one always looks the same."""
 
-    def __init__(self, redis: RedisData, nodes: Nodes, config: StoreConfig) -> None:
+    def __init__(
+        self,
+        redis: RedisData,
+        nodes: Nodes,
+        config: StoreConfig,
+        room: MetadataRoom | None = None,
+    ) -> None:
         self._redis = redis
         self._nodes = nodes
+        self._room = room or MetadataRoom(config)
         self._ttl_ms = config.record_ttl_s * 1000
         self._node_ttl_ms = config.node_ttl_s * 1000
         self._quotas = Quotas(config)
@@ -52,16 +64,15 @@ class Handles:
             raise NodeMissingError.of(node_id, "not stored")
         digest = keys.digest(tenant, handle)
         bound = await self._redis.run(
-            scripts.BIND, [keys.handle(digest)], [handle, tenant, node_id, metadata, ttl_ms]
+            scripts.BIND,
+            [keys.handle(digest)],
+            [handle, tenant, node_id, metadata, ttl_ms, self._room.longest_ms],
         )
         if bound is None:
             raise IdempotencyConflictError("the handle names another node", param="handle")
-        created = int(bound[0])
-        node_id = bound[2].decode()
+        created, ttl_ms, node_id = int(bound[0]), int(bound[1]), bound[2].decode()
         await self._keep_node(node_id, digest, ttl_ms)
-        await self._redis.run(
-            scripts.LISTED, [keys.tenant_handles(tenant)], [handle, created, ttl_ms]
-        )
+        await self._list(tenant, handle, created, ttl_ms)
         return pb.Handle(
             handle=handle,
             tenant=tenant,
@@ -78,7 +89,10 @@ class Handles:
             ContextNotFoundError: if the tenant has no such handle.
         """
         digest = _digest(tenant, handle)
-        found = _handle(await self._redis.run(scripts.RESOLVE, [keys.handle(digest)], []), tenant)
+        reply = await self._redis.run(
+            scripts.RESOLVE, [keys.handle(digest)], [self._room.longest_ms]
+        )
+        found = _handle(reply, tenant)
         await self._keep_node(found.node_id, digest, found.ttl_ms)
         return found
 
@@ -196,6 +210,21 @@ class Handles:
             # A pin that met the move: nobody could take it back any more.
             await self._nodes.unpin(tenant, node_id)
         return await self._nodes.delete_unreferenced(node_id)
+
+    async def _list(self, tenant: str, handle: str, created: int, ttl_ms: int) -> None:
+        """List a handle; strike off some that have expired, or the list would only grow."""
+        name = keys.tenant_handles(tenant)
+        place = repr(random.random())
+        arguments: list[Argument] = [handle, created, ttl_ms, place, _LOOKED_AT]
+        listed = [
+            found.decode() for found in await self._redis.run(scripts.LISTED, [name], arguments)
+        ]
+        there = await self._redis.commands(
+            [("EXISTS", keys.handle(keys.digest(tenant, found))) for found in listed]
+        )
+        expired = [found for found, alive in zip(listed, there, strict=True) if not alive]
+        if expired:
+            await self._redis.command("ZREM", name, *expired)
 
     async def _keep_node(self, node_id: str, digest: str, ttl_ms: int) -> None:
         await self._redis.run(scripts.BOUND, [keys.bindings(node_id)], [digest, ttl_ms])

@@ -26,6 +26,9 @@ class Metrics:
         self.quota_refusals = Counter("ckv_store_quota_refusals", "Refusals, by limit", ["limit"])
         self.held = Gauge("ckv_store_held_bytes", "Payload bytes held and reserved")
         self.freeing = Gauge("ckv_store_freeing_bytes", "Those of them that will be unlinked")
+        self.metadata_share = Gauge(
+            "ckv_store_metadata_share", "Share of the space for metadata in use; 0 = no limit"
+        )
         self.redis_evicts = Gauge("ckv_store_redis_evicts", "1 if Redis evicts keys by itself")
         self.running = Gauge("ckv_store_running_calls", "Calls that run now")
         self.errors = Counter("ckv_store_errors", "Calls refused, by code", ["code"])

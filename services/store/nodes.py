@@ -7,6 +7,7 @@ Payloads are written and read elsewhere.
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from decimal import Decimal
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import keys, scripts
 from criticalkv.services.store.books import Books, Worth
+from criticalkv.services.store.metadata_room import MetadataRoom
 from criticalkv.services.store.quotas import Quotas
 from criticalkv.services.store.redis_data import Argument, Call, RedisData
 from criticalkv.shared import failpoints
@@ -27,6 +29,9 @@ UNLINK_STEP = 64
 """Segments (≤ 1 MiB each) unlinked at once: freeing more stalls Redis noticeably."""
 ADOPTION_MS = 30_000
 """How long a child may be announced to its parent before it is published."""
+LOOKED_AT = 2
+"""Children of a node that are looked at whenever one is announced, which each is twice: of
+those that are listed, no more than about one of four is gone."""
 ANCESTOR_MARGIN_MS = 2_000
 """By how much an ancestor outlives the node below it."""
 
@@ -43,9 +48,16 @@ class Opened:
 class Nodes:
     """All nodes of the store."""
 
-    def __init__(self, redis: RedisData, books: Books, config: StoreConfig) -> None:
+    def __init__(
+        self,
+        redis: RedisData,
+        books: Books,
+        config: StoreConfig,
+        room: MetadataRoom | None = None,
+    ) -> None:
         self._redis = redis
         self._books = books
+        self._room = room or MetadataRoom(config)
         self._node_ttl_ms = config.node_ttl_s * 1000
         self._record_ttl_ms = config.record_ttl_s * 1000
         self._grace_ms = int(config.read_deadline_s * 1000)
@@ -90,6 +102,7 @@ class Nodes:
                 self._grace_ms,
                 commit.token_record,
                 commit.record_ttl_ms or self._record_ttl_ms,
+                self._room.longest_ms,
                 manifest.tiers[-1],
                 *_fields(manifest, commit, tenant),
             ],
@@ -449,7 +462,10 @@ class Nodes:
         False if that changed nothing.
         """
         found = await self._redis.command("ZRANGE", keys.children(node_id), 0, -1)
-        children = [child.decode() for child in found]
+        return await self._forget_dead(node_id, [child.decode() for child in found])
+
+    async def _forget_dead(self, node_id: str, children: Sequence[str]) -> bool:
+        """Do the same for some of its children."""
         alive = await self.present(children)
         dead = [child for child, lives in zip(children, alive, strict=True) if not lives]
         if not dead:
@@ -476,8 +492,14 @@ class Nodes:
             return True
         parent = manifest.ancestors[-1]
         names = [keys.children(parent), keys.manifest(parent), keys.record(parent)]
-        adopted = await self._redis.run(scripts.ADOPT, names, [manifest.node_id, ADOPTION_MS])
-        return bool(adopted)
+        place = repr(random.random())
+        arguments: list[Argument] = [manifest.node_id, ADOPTION_MS, place, LOOKED_AT]
+        children = await self._redis.run(scripts.ADOPT, names, arguments)
+        if children is None:
+            return False
+        # A node that is used for ever would list all the children that it ever had.
+        await self._forget_dead(parent, [child.decode() for child in children])
+        return True
 
     async def _extend(self, node_ids: Sequence[str], ttl_ms: int) -> int:
         calls: list[Call] = [
@@ -489,7 +511,13 @@ class Nodes:
                     keys.children(node_id),
                     keys.betters(node_id),
                 ],
-                [keys.segments(node_id, "")[:-1], ttl_ms, self._grace_ms, self._record_ttl_ms],
+                [
+                    keys.segments(node_id, "")[:-1],
+                    ttl_ms,
+                    self._grace_ms,
+                    self._record_ttl_ms,
+                    self._room.longest_ms,
+                ],
             )
             for node_id in node_ids
         ]
@@ -516,6 +544,7 @@ class Nodes:
                 self._grace_ms,
                 self._record_ttl_ms,
                 cap_ms,
+                self._room.longest_ms,
             ],
         )
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -129,17 +137,23 @@ class RedisData:
         Raises:
             StoreUnavailableError: if it does not answer.
         """
+        return policy_of(await self.memory_infos())
+
+    async def memory_infos(self) -> list[dict[str, Any]]:
+        """Return every master's INFO memory; none if Redis refuses to tell.
+
+        Raises:
+            StoreUnavailableError: if it does not answer.
+        """
         try:
-            infos = await self._try(lambda: self._client.everywhere("INFO", "memory"))
+            return await self._try(lambda: self._client.everywhere("INFO", "memory"))
         except StoreUnavailableError as error:
             if not isinstance(error.__cause__, exceptions.ResponseError):
                 raise  # no answer; a refusal is one
             if not self._warned:
-                log.warning("cannot read Redis's maxmemory-policy (%s): noeviction?", error)
+                log.warning("cannot read Redis's INFO memory (%s): noeviction? room?", error)
             self._warned = True
-            return "noeviction"
-        policies = {str(info.get("maxmemory_policy", "noeviction")) for info in infos}
-        return min(policies - {"noeviction"}, default="noeviction")
+            return []
 
     async def _scripts(self, calls: Sequence[Call]) -> list[Any]:
         words = [("EVALSHA", _sha(s), len(keys), *keys, *args) for s, keys, args in calls]
@@ -216,6 +230,12 @@ class RedisData:
             yield
         finally:
             self._turns.release()
+
+
+def policy_of(infos: Iterable[Mapping[str, Any]]) -> str:
+    """Return the maxmemory-policy that INFO memory tells; one that is not noeviction if any."""
+    policies = {str(info.get("maxmemory_policy", "noeviction")) for info in infos}
+    return min(policies - {"noeviction"}, default="noeviction")
 
 
 def check_url(url: str, ca: str = "") -> Deployment:

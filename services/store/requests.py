@@ -6,7 +6,8 @@ import secrets
 
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store import checks, keys, scripts
-from criticalkv.services.store.redis_data import RedisData
+from criticalkv.services.store.metadata_room import MetadataRoom
+from criticalkv.services.store.redis_data import Argument, RedisData
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import IdempotencyConflictError
 
@@ -16,8 +17,11 @@ DEFAULT_LEASE_MS = 60_000
 class Requests:
     """All idempotency keys, apart per tenant."""
 
-    def __init__(self, redis: RedisData, config: StoreConfig) -> None:
+    def __init__(
+        self, redis: RedisData, config: StoreConfig, room: MetadataRoom | None = None
+    ) -> None:
         self._redis = redis
+        self._room = room or MetadataRoom(config)
         self._ttl_ms = config.record_ttl_s * 1000
 
     async def begin(self, request: pb.BeginRequestRequest) -> pb.BeginRequestResponse:
@@ -39,7 +43,7 @@ class Requests:
                 checks.handle(request.handle),
                 secrets.token_hex(16),
                 lease_ms,
-                checks.ttl(request.ttl_ms, self._ttl_ms),
+                self._room.shortened(checks.ttl(request.ttl_ms, self._ttl_ms)),
                 request.lease_token,
             ],
         )
@@ -56,7 +60,8 @@ class Requests:
         key = keys.request(checks.tenant(request.tenant), _digest(request.key_digest))
         answer = checks.size(request.answer, checks.MAX_ANSWER_BYTES, "answer")
         names = [key, keys.forgotten(key)]
-        return bool(await self._redis.run(scripts.FINISH, names, [request.lease_token, answer]))
+        arguments: list[Argument] = [request.lease_token, answer, self._room.longest_ms]
+        return bool(await self._redis.run(scripts.FINISH, names, arguments))
 
 
 def _digest(value: str) -> str:

@@ -30,7 +30,7 @@ end
 
 # KEYS: manifest, pins, pinned_below, lease, record, children
 # ARGV: segment prefix, segments, lease token, ttl ms, grace ms, record, record ttl ms,
-#       top tier, then the manifest's field-value pairs
+#       longest record ttl ms for now, top tier, then the manifest's field-value pairs
 # Returns {'published', generation, attempt that it replaces or '', that one's segments},
 # {'present', generation}, {'missing', segment} or {'lease'}
 PUBLISH = (
@@ -43,11 +43,12 @@ for i = 0, count - 1 do
 end
 local holder = redis.call('GET', KEYS[4])
 if holder and holder ~= token then return {'lease'} end
-redis.call('SET', KEYS[5], ARGV[6], 'PX', math.max(ARGV[7], ttl, redis.call('PTTL', KEYS[5])))
+local life = math.min(math.max(ARGV[7], ttl), ARGV[8])
+redis.call('SET', KEYS[5], ARGV[6], 'PX', math.max(life, redis.call('PTTL', KEYS[5])))
 local old = redis.call('HMGET', KEYS[1], 'generation', 'top', 'attempt', 'count', 'hits',
   'ttl', 'record_ttl', 'replaced', 'replaced_count')
 local pinned = redis.call('SCARD', KEYS[2]) + redis.call('SCARD', KEYS[3]) > 0
-if old[1] and tonumber(old[2]) >= tonumber(ARGV[8]) then
+if old[1] and tonumber(old[2]) >= tonumber(ARGV[9]) then
   if pinned then redis.call('PERSIST', KEYS[5]) end
   keep_list(KEYS[6], KEYS[1], KEYS[5])
   -- The same call again, after its reply was lost.
@@ -59,11 +60,11 @@ end
 local generation = (tonumber(old[1]) or 0) + 1
 local left = redis.call('PTTL', KEYS[1])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'generation', generation, 'top', ARGV[8], 'count', count,
+redis.call('HSET', KEYS[1], 'generation', generation, 'top', ARGV[9], 'count', count,
   'hits', old[5] or 0, 'ttl', math.max(ttl, tonumber(old[6]) or 0),
   'record_ttl', math.max(ARGV[7], tonumber(old[7]) or 0))
 if old[3] then redis.call('HSET', KEYS[1], 'replaced', old[3], 'replaced_count', old[4]) end
-for i = 9, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+for i = 10, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 if pinned then
   redis.call('PERSIST', KEYS[5])
   for i = 0, count - 1 do redis.call('PERSIST', prefix .. i) end
@@ -78,7 +79,7 @@ return {'published', generation, old[3] or '', tonumber(old[4]) or 0}
 )
 
 # Extend a node's life to at least ttl. KEYS: manifest, record, children, betters
-# ARGV: segment prefix up to the attempt, ttl ms, grace ms, record ttl ms
+# ARGV: segment prefix up to the attempt, ttl ms, grace ms, record ttl ms, longest one for now
 TOUCH = (
     _WITH_LISTS
     + """
@@ -87,7 +88,7 @@ if not node[1] then return 0 end
 local ttl = tonumber(ARGV[2])
 if ttl > (tonumber(node[3]) or 0) then redis.call('HSET', KEYS[1], 'ttl', ttl) end
 redis.call('PEXPIRE', KEYS[1], ttl, 'GT')
-redis.call('PEXPIRE', KEYS[2], math.max(ttl, ARGV[4]), 'GT')
+redis.call('PEXPIRE', KEYS[2], math.min(math.max(ttl, ARGV[4]), ARGV[5]), 'GT')
 keep_list(KEYS[3], KEYS[1], KEYS[2])
 keep_list(KEYS[4], KEYS[1], KEYS[2])
 local left = redis.call('PTTL', KEYS[1])
@@ -108,7 +109,7 @@ return 1
 # Afterwards it lives as long as was ever asked for, at least the given times.
 # KEYS: manifest, the set to change, the other set, record, children, betters
 # ARGV: 1 or 0, segment prefix up to the attempt, member, ttl ms afterwards, grace ms,
-#       record ttl ms afterwards, longest ttl ms of the node or 0
+#       record ttl ms afterwards, longest ttl ms of the node or 0, and of the record for now
 PIN = (
     _WITH_LISTS
     + """
@@ -129,7 +130,8 @@ local pins = redis.call('SCARD', KEYS[2])
 if removed == 1 and pins + redis.call('SCARD', KEYS[3]) == 0 then
   local ttl, cap = math.max(ARGV[4], tonumber(node[3]) or 0), tonumber(ARGV[7])
   if cap > 0 then ttl = math.min(ttl, cap) end
-  redis.call('PEXPIRE', KEYS[4], math.max(ARGV[6], ttl, tonumber(node[4]) or 0))
+  local life = math.max(ARGV[6], ttl, tonumber(node[4]) or 0)
+  redis.call('PEXPIRE', KEYS[4], math.min(life, ARGV[8]))
   if node[1] then
     local prefix = ARGV[2] .. node[1] .. ':'
     redis.call('PEXPIRE', KEYS[1], ttl)
@@ -210,14 +212,16 @@ return 'shrunk'
 """
 
 # Announce a child before it is published; young entries survive without manifest.
-# Returns 0 if the parent is gone, its record too. KEYS: children, manifest, record
-# ARGV: child, grace ms
+# KEYS: children, manifest, record
+# ARGV: child, grace ms, a place from 0 to below 1, children to return from there
+# Returns these, or nil if the parent is gone, its record too.
 ADOPT = f"""{_WITH_LISTS}
 {_NOW}
-if redis.call('EXISTS', KEYS[2], KEYS[3]) == 0 then return 0 end
+if redis.call('EXISTS', KEYS[2], KEYS[3]) == 0 then return nil end
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 keep_list(KEYS[1], KEYS[2], KEYS[3])
-return 1
+local first = math.floor(ARGV[3] * redis.call('ZCARD', KEYS[1]))
+return redis.call('ZRANGE', KEYS[1], first, first + ARGV[4] - 1)
 """
 
 # Note what is to go with a node. Returns 0 if the node is gone, its record too.
@@ -698,9 +702,9 @@ DUE = f"""#!lua flags=allow-oom
 return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'WITHSCORES', 'LIMIT', 0, ARGV[1])
 """
 
-# Bind a handle. KEYS: handle. ARGV: handle, tenant, node, metadata, ttl ms
-# Returns {created, ttl, node} in seconds and ms, or nil if it names another node. One that
-# was moved away from the node stays where it is.
+# Bind a handle. KEYS: handle. ARGV: handle, tenant, node, metadata, ttl ms, longest for now
+# Returns {created, its life, node} in seconds and ms, or nil if it names another node. One
+# that was moved away from the node stays where it is.
 BIND = """#!lua flags=allow-oom
 local old = redis.call('HMGET', KEYS[1], 'node', 'created', 'from')
 local created = old[2] or redis.call('TIME')[1]
@@ -711,8 +715,9 @@ else
     'metadata', ARGV[4], 'created', created)
 end
 redis.call('HSET', KEYS[1], 'ttl', ARGV[5])
-redis.call('PEXPIRE', KEYS[1], ARGV[5])
-return {tonumber(created), tonumber(ARGV[5]), old[1] or ARGV[3]}
+local life = math.min(ARGV[5], math.max(ARGV[6], redis.call('PTTL', KEYS[1])))
+redis.call('PEXPIRE', KEYS[1], life)
+return {tonumber(created), life, old[1] or ARGV[3]}
 """
 
 # Take a handle's binding off a node without children. The one step that decides a move:
@@ -758,21 +763,26 @@ if left < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return 1
 """
 
-# List a handle under its tenant. KEYS: tenant_handles. ARGV: handle, created s, ttl ms
+# List a handle under its tenant. KEYS: tenant_handles
+# ARGV: handle, created s, ttl ms, a place from 0 to below 1, handles to return from there
 LISTED = """#!lua flags=allow-oom
 redis.call('ZADD', KEYS[1], 'NX', ARGV[2], ARGV[1])
 if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[3]) then
   redis.call('PEXPIRE', KEYS[1], ARGV[3])
 end
-return 1
+local first = math.floor(ARGV[4] * redis.call('ZCARD', KEYS[1]))
+return redis.call('ZRANGE', KEYS[1], first, first + ARGV[5] - 1)
 """
 
-# Read a handle and start its time to live anew. KEYS: handle
+# Read a handle and start its time to live anew. KEYS: handle. ARGV: longest ttl ms for now
 RESOLVE = """#!lua flags=allow-oom
 local ttl = redis.call('HGET', KEYS[1], 'ttl')
 if not ttl then return nil end
-redis.call('PEXPIRE', KEYS[1], ttl)
-return redis.call('HMGET', KEYS[1], 'handle', 'tenant', 'node', 'metadata', 'created', 'ttl')
+local life = math.max(math.min(ttl, ARGV[1]), redis.call('PTTL', KEYS[1]))
+redis.call('PEXPIRE', KEYS[1], life)
+local found = redis.call('HMGET', KEYS[1], 'handle', 'tenant', 'node', 'metadata', 'created')
+found[6] = life
+return found
 """
 
 # Begin a request, or extend the attempt that holds a token. KEYS: request
@@ -798,7 +808,8 @@ redis.call('PEXPIRE', KEYS[1], math.max(ARGV[5], ARGV[4]))
 return {{1, handle, '', ARGV[3]}}
 """
 
-# Finish a request. KEYS: request, forgotten. ARGV: token, answer ('' = forget)
+# Finish a request. KEYS: request, forgotten
+# ARGV: token, answer ('' = forget), longest ttl ms for now
 FINISH = f"""#!lua flags=allow-oom
 if ARGV[2] == '' and redis.call('GET', KEYS[2]) == ARGV[1] then return 1 end
 local old = redis.call('HMGET', KEYS[1], 'token', 'ttl', 'answer')
@@ -810,7 +821,7 @@ if ARGV[2] == '' then
   return 1
 end
 redis.call('HSET', KEYS[1], 'answer', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], old[2])
+redis.call('PEXPIRE', KEYS[1], math.min(old[2], ARGV[3]))
 return 1
 """
 
@@ -819,7 +830,7 @@ ALIAS = f"""#!lua flags=allow-oom
 {_NOW}
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -17)
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[1], math.max(ARGV[2], redis.call('PTTL', KEYS[1])))
 return 1
 """
 

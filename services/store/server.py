@@ -28,12 +28,13 @@ from criticalkv.services.store.guarded import GuardedData
 from criticalkv.services.store.handles import Handles
 from criticalkv.services.store.janitor import Janitor
 from criticalkv.services.store.leases import Leases
+from criticalkv.services.store.metadata_room import MetadataRoom
 from criticalkv.services.store.metrics import METRICS
 from criticalkv.services.store.nodes import Nodes
 from criticalkv.services.store.offer import Offer
 from criticalkv.services.store.order import Order
 from criticalkv.services.store.put import Writer
-from criticalkv.services.store.redis_data import RedisData, check_url
+from criticalkv.services.store.redis_data import RedisData, check_url, policy_of
 from criticalkv.services.store.requests import Requests
 from criticalkv.services.store.running_calls import RunningCalls
 from criticalkv.services.store.security import Security
@@ -55,8 +56,6 @@ log = logging.getLogger(__name__)
 REDIS_TIMEOUT_S = 5.0
 """Limit of one try of whatever Redis is asked; a caller's own deadline may end it sooner."""
 WATCH_S = 1.0
-POLICY_WATCHES = 10
-"""Every so many looks at Redis, also whether it evicts by itself."""
 GRACE_S = 2.0
 """How long running calls may take after the order to stop."""
 OPTIONS = [
@@ -163,7 +162,9 @@ async def _listening(
     order: Order | None,
 ) -> AsyncIterator[str]:
     books = Books(redis, config.memory_limit_mb << 20, order)
-    nodes = Nodes(redis, books, config)
+    room = MetadataRoom(config)
+    room.look(await redis.memory_infos(), await books.total())
+    nodes = Nodes(redis, books, config, room)
     shrinker = Shrinker(redis, nodes, books, config)
     janitor = Janitor(redis, nodes, books, shrinker, int(config.read_deadline_s * 1000))
     evictor = Evictor(nodes, books, janitor, shrinker, config)
@@ -173,9 +174,9 @@ async def _listening(
         writer,
         Reader(segments, nodes),
         nodes,
-        Handles(redis, nodes, config),
-        Requests(redis, config),
-        Aliases(redis, nodes, config),
+        Handles(redis, nodes, config, room),
+        Requests(redis, config, room),
+        Aliases(redis, nodes, config, room),
         Leases(redis, config),
         offer,
         RunningCalls(config.max_concurrent_rpcs),
@@ -194,10 +195,11 @@ async def _listening(
     await server.start()
     if config.metrics_port:
         METRICS.serve(config.metrics_port)
+    watch = _Watch(redis, books, room, health)
     tasks = [
         asyncio.create_task(janitor.run(config.janitor_interval_s)),
         asyncio.create_task(evictor.run()),
-        asyncio.create_task(repeat(WATCH_S, _Watch(redis, books, health).look, "reaching Redis")),
+        asyncio.create_task(repeat(WATCH_S, watch.look, "reaching Redis")),
     ]
     await _set_health(health, True)
     log.info("the store listens on %s", address)
@@ -214,22 +216,28 @@ async def _listening(
 class _Watch:
     """Health follows Redis: a store that cannot reach it serves nobody."""
 
-    def __init__(self, redis: RedisData, books: Books, health: aio_health.HealthServicer) -> None:
+    def __init__(
+        self,
+        redis: RedisData,
+        books: Books,
+        room: MetadataRoom,
+        health: aio_health.HealthServicer,
+    ) -> None:
         self._redis = redis
         self._books = books
+        self._room = room
         self._health = health
-        self._looks = 0
         self._policy = "noeviction"
 
     async def look(self) -> None:
         try:
-            METRICS.held.set(await self._books.total())
-            self._looks += 1
-            if self._looks % POLICY_WATCHES == 0:
-                self._note_policy(await self._redis.eviction_policy())
+            held, infos = await self._books.total(), await self._redis.memory_infos()
         except CriticalKVError:
             await _set_health(self._health, False)
             raise
+        METRICS.held.set(held)
+        self._note_policy(policy_of(infos))
+        self._room.look(infos, held)
         await _set_health(self._health, True)
 
     def _note_policy(self, policy: str) -> None:

@@ -152,6 +152,8 @@ class Valkey:
             "loglevel": "warning",
             "logfile": str(self.directory / "valkey.log"),
             "hz": "100",  # stops 100 ms sooner than with the default of 10
+            # What has expired goes at once; by default a tenth of the keys may be such.
+            "active-expire-effort": "10",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         return subprocess.Popen(

@@ -7,7 +7,6 @@ no token spans the border of a content part. This module knows no store and no H
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import re
@@ -22,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from criticalkv.shared.errors import ConfigError, InvalidRequestError
 
+REMEMBERED_WORDS = 1000
+"""What a tokenizer keeps the tokens of; a long word takes several KiB."""
 JOINER = "\n\n"
 """Between an open user message and the user message that continues it."""
 
@@ -101,7 +102,7 @@ class ChatTemplate:
         # Own copies: the switch is a property of the tokenizer, not of a call, and
         # requests run in threads.
         self._special = _part_tokenizer(_backend(tokenizer))
-        self._plain = copy.deepcopy(self._special)
+        self._plain = _part_tokenizer(_backend(tokenizer))
         self._plain.encode_special_tokens = True
         self.longest_token = max(map(len, self._plain.get_vocab()), default=1)
         self.closing_ids = self._probe_closing()
@@ -317,11 +318,17 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def _part_tokenizer(backend: Tokenizer) -> Tokenizer:
-    """Copy a tokenizer for parts of a text: nothing is added at their start."""
+    """Copy a tokenizer for parts of a text: nothing is added at their start.
+
+    What a client writes without a space may be one word: by default ten thousand are kept.
+    """
     fields: Any = json.loads(backend.to_str())
     fields["truncation"] = fields["padding"] = fields["post_processor"] = None
     _never_prepend(fields.get("pre_tokenizer"))
-    return Tokenizer.from_str(json.dumps(fields))
+    made = Tokenizer.from_str(json.dumps(fields))
+    if hasattr(made.model, "_resize_cache"):  # not all kinds of models have one
+        made.model._resize_cache(REMEMBERED_WORDS)
+    return made
 
 
 def _never_prepend(node: Any) -> None:

@@ -326,18 +326,6 @@ SCALARS = STRIDES | {"split_columns", "n", "m", "w", "tail", "first", "stride", 
 SCALARS |= {"begin", "distance"}
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Any:
-    pytest.importorskip("triton")
-    return triton_builds.in_process(__file__, "interpret", interpret=True)
-
-
-@pytest.fixture(scope="module")
-def built() -> Any:
-    pytest.importorskip("triton")
-    return triton_builds.in_process(__file__, "build", interpret=False)
-
-
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_equal_the_reference(name: str, interpreted: Any) -> None:
     for reduction in EVERY:

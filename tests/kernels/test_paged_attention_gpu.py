@@ -120,18 +120,6 @@ def build() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Any:
-    pytest.importorskip("triton")
-    return triton_builds.in_process(__file__, "interpret", interpret=True)
-
-
-@pytest.fixture(scope="module")
-def built() -> Any:
-    pytest.importorskip("triton")
-    return triton_builds.in_process(__file__, "build", interpret=False)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_equals_loops_in_fp64(name: str, interpreted: dict[str, list[float]]) -> None:
     out, lse = interpreted[name]

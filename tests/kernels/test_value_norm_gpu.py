@@ -114,18 +114,6 @@ def name_of(dtype: str, dim: int, gram: bool, capability: int) -> str:
     return f"sm{capability}-{dtype}-d{dim}-{'gram' if gram else 'l1'}"
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Any:
-    pytest.importorskip("triton")
-    return triton_builds.in_process(__file__, "interpret", interpret=True)
-
-
-@pytest.fixture(scope="module")
-def built() -> Any:
-    pytest.importorskip("triton")
-    return triton_builds.in_process(__file__, "build", interpret=False)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_equals_loops_in_fp64(name: str, interpreted: dict[str, list[float]]) -> None:
     l1, l2 = interpreted[name]

@@ -23,7 +23,7 @@ from policies import make_profile
 from torch import Tensor
 
 from criticalkv.services.decode import engine as decode_engine
-from criticalkv.services.decode import opening
+from criticalkv.services.decode import places
 from criticalkv.services.decode.sequence import Sequence
 from criticalkv.services.evaluation import oracle
 from criticalkv.services.local import LocalEngine, LocalNode, LocalTurn
@@ -441,8 +441,8 @@ def run_default(talk: Conversation) -> None:
 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, change: Callable[[RaggedLayer], RaggedLayer]) -> None:
-    read = opening.read_layers
-    monkeypatch.setattr(opening, "read_layers", lambda reader: map(change, read(reader)))
+    read = places.read_layers
+    monkeypatch.setattr(places, "read_layers", lambda reader: map(change, read(reader)))
 
 
 def test_fault_off_by_one_position(

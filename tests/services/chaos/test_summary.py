@@ -42,6 +42,8 @@ GOOD = Measured(
     paced_per_s=None,
     faults={"store.redis error": 2, "client.call error": 1},
     memory={},
+    memory_per_minute={"store:1": [60.0, None, 61.5]},
+    valkey_data_per_request=2048.5,
     slopes={"store:1": Slope(500.0, 400.0, 600.0)},
 )
 CALM = replace(
@@ -82,6 +84,8 @@ def test_a_good_run(tmp_path: Path) -> None:
     assert (report.headline["requests"], report.quick) == (400, True)
     assert report.headline["answered_share"] == 0.8
     assert report.headline["temporary_share"] == 0.175
+    assert report.details["memory_per_minute"] == {"store:1": [60.0, None, 61.5]}
+    assert report.details["valkey_data_bytes_per_request"] == 2048.5
     report.write(tmp_path / "chaos.json")
 
 

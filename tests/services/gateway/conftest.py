@@ -25,10 +25,11 @@ from tiny_models import CHATML, byte_tokenizer
 from criticalkv.services.gateway.app import build_app
 from criticalkv.services.gateway.core import GatewayCore
 from criticalkv.services.store.process import StoreProcess
+from criticalkv.shared.cache.quality import Quality
 from criticalkv.shared.cache.ragged import RaggedLayer, cu_seqlens_of
 from criticalkv.shared.config import Config, EvictionConfig, GatewayConfig
 from criticalkv.shared.errors import NodeMissingError
-from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.policy import Policy, codec_of
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tokens_digest
 from criticalkv.shared.model.chat import ChatTemplate, tokenizer_digest
 from criticalkv.shared.publish import NodePublisher
@@ -56,6 +57,7 @@ class ServedModel:
     model_digest: str = field(default_factory=lambda: secrets.token_hex(32))
     dtype: str = "float32"
     max_positions: int = 4096
+    head_dim: int = HEAD_DIM
 
 
 @dataclass
@@ -86,6 +88,7 @@ class ScriptedWorkers:
     before_decode: list[Callable[[], None]] = field(default_factory=list)
     open_decodes: int = 0
     cancelled_prefills: int = 0
+    quality: Quality | None = None
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         self.prefills.append(request)
@@ -197,6 +200,7 @@ class ScriptedWorkers:
             request.pending_ids,
             request.lease_token,
             request.ttl_ms,
+            self.quality,
         )
         return PrefillResult(
             node_id=request.node_id,
@@ -212,6 +216,7 @@ class ScriptedWorkers:
             stored_bytes=1,
             published=True,
             replica="p1",
+            quality=self.quality,
         )
 
     def _end(
@@ -267,6 +272,7 @@ class ScriptedWorkers:
             model_digest=self.model.model_digest,
             tokenizer_digest=self.model.tokenizer_digest,
             dtype=self.model.dtype,
+            codec=codec_of(policy),
             policy=policy,
             salt=salt,
             parent=ancestors[-1] if ancestors else None,
@@ -284,6 +290,7 @@ class ScriptedWorkers:
         pending: tuple[int, ...],
         lease: str,
         ttl_ms: int,
+        quality: Quality | None = None,
     ) -> Any:
         lens = [max(1, int(len(ids) * Decimal(t))) for t in tiers]
         rows = torch.randn(lens[-1], HEAD_DIM)
@@ -301,6 +308,7 @@ class ScriptedWorkers:
                 tiers=tiers,
                 pending_ids=pending,
                 ttl_ms=ttl_ms,
+                quality=quality,
             ).manifest
 
 

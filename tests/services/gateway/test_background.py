@@ -13,8 +13,12 @@ from criticalkv.services.gateway import background as module
 from criticalkv.services.gateway.background import Background, Job, Outcome
 from criticalkv.services.gateway.deadline import Deadline
 from criticalkv.services.gateway.metrics import Metrics
-from criticalkv.services.gateway.workers import WorkerLostError
-from criticalkv.shared.errors import ContextExpiredError, NumericsError, OverloadedError
+from criticalkv.shared.errors import (
+    ContextExpiredError,
+    NumericsError,
+    OverloadedError,
+    WorkerLostError,
+)
 
 
 @dataclass

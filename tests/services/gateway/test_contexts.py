@@ -6,6 +6,8 @@ from typing import Any
 
 import httpx
 
+from criticalkv.shared.cache.quality import CodecQuality, Quality, TierQuality
+
 DOC = "d" * 150
 
 
@@ -117,3 +119,47 @@ def test_too_long_a_text_is_named(gateway: Any) -> None:
     error = gateway.post("/v1/contexts", {"text": "x" * 10_000}).json()["error"]
     assert (error["param"], error["code"]) == ("text", "context_length_exceeded")
     assert error["message"].startswith("text: ")
+
+
+def test_a_context_shows_what_was_measured_of_it(gateway: Any) -> None:
+    figures = [
+        {
+            "retained_mass": 0.5 + t / 10,
+            "lowest_mass": 0.1,
+            "low_mass_share": 0.25,
+            "theta": 1 - t / 10,
+        }
+        for t in range(5)
+    ]
+    gateway.workers.quality = Quality(
+        tiers=tuple(TierQuality(**row) for row in figures),
+        codec=CodecQuality(key_error=(0.01, 0.03), value_error=(0.02, 0.005), kl=0.125),
+    )
+    context = create(gateway)
+    codec = {"key_error": 0.03, "value_error": 0.02, "kl": 0.125}
+    assert context["quality"] == {"tiers": figures, "codec": codec}
+    assert gateway.get(f"/v1/contexts/{context['id']}").json()["quality"] == context["quality"]
+    metrics = gateway.core.metrics.registry
+    sums = {
+        name: metrics.get_sample_value(f"criticalkv_gateway_{name}_sum")
+        for name in ("retained_mass_ratio", "theta_ratio", "low_mass_ratio", "codec_kl_nats")
+    }
+    assert sums == {
+        "retained_mass_ratio": 0.9,
+        "theta_ratio": 0.6,
+        "low_mass_ratio": 0.25,
+        "codec_kl_nats": 0.125,
+    }
+
+
+def test_a_context_without_figures_shows_none(gateway: Any) -> None:
+    context = create(gateway)
+    assert context["quality"] is None
+    count = "criticalkv_gateway_retained_mass_ratio_count"
+    assert gateway.core.metrics.registry.get_sample_value(count) == 0
+
+
+def test_figures_of_a_codec_without_kl(gateway: Any) -> None:
+    gateway.workers.quality = Quality(codec=CodecQuality(key_error=(0.5,), value_error=(0.25,)))
+    codec = {"key_error": 0.5, "value_error": 0.25, "kl": None}
+    assert create(gateway)["quality"] == {"tiers": [], "codec": codec}

@@ -13,9 +13,13 @@ import pytest
 from criticalkv.services.gateway import prefill_once
 from criticalkv.services.gateway.choices import MAX_LOST_WORKERS
 from criticalkv.services.gateway.lookup import answers_with
-from criticalkv.services.gateway.workers import WorkerLostError
 from criticalkv.shared.cache.records import TokenRecord
-from criticalkv.shared.errors import LeaseLostError, NodeMissingError, StoreFullError
+from criticalkv.shared.errors import (
+    LeaseLostError,
+    NodeMissingError,
+    StoreFullError,
+    WorkerLostError,
+)
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE
 from criticalkv.shared.requests import PrefillRequest, PrefillResult

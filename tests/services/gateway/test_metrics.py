@@ -126,7 +126,7 @@ def test_every_metric_has_a_help_text_and_times_are_in_seconds() -> None:
     for family in Metrics().registry.collect():
         assert len(family.documentation) > 10, family.name
         if family.type == "histogram":
-            assert family.name.rsplit("_", 1)[1] in ("seconds", "sequences", "ratio")
+            assert family.name.rsplit("_", 1)[1] in ("seconds", "sequences", "ratio", "nats")
 
 
 # ----------------------------------------------------------------- gateway

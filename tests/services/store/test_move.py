@@ -289,7 +289,9 @@ def with_handles(store_process, steps):
 async def announce(redis, parent, child):
     """What a put of a child does first."""
     names = [keys.children(parent.node_id), keys.manifest(parent.node_id)]
-    await redis.run(scripts.ADOPT, [*names, keys.record(parent.node_id)], [child.node_id, 30_000])
+    await redis.run(
+        scripts.ADOPT, [*names, keys.record(parent.node_id)], [child.node_id, 30_000, 0, 1]
+    )
 
 
 def move_with(store_process, old, new, script, meanwhile):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import secrets
 import string
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from criticalkv.shared.errors import ConfigError, InvalidRequestError
 from criticalkv.shared.model.chat import (
     JOINER,
+    REMEMBERED_WORDS,
     ChatTemplate,
     Message,
     Part,
@@ -282,6 +284,34 @@ def test_truncation_of_the_tokenizer_has_no_effect() -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(5)
     assert len(ChatTemplate(tokenizer).encode_content("x" * 100)) == 100
+
+
+def test_few_words_of_clients_are_kept() -> None:
+    """Each is 60 random characters without a space, of about 2 KiB with its tokens."""
+    chat, texts = ChatTemplate(make_tokenizer()), [secrets.token_hex(30) for _ in range(5000)]
+    before = allocated()
+    for text in texts:
+        chat.encode_content(text)
+    assert allocated() - before < 2 * REMEMBERED_WORDS * 2048
+
+
+class Mallinfo2(ctypes.Structure):
+    """What glibc's function of that name returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out in this process."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Mallinfo2
+    return int(ask().uordblks)
 
 
 def test_placeholders_are_fresh(chatml: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
