@@ -35,6 +35,8 @@ LEAST_SPLIT = 256
 """Columns of a split, at least."""
 
 MAX_HEAD_DIM = 256
+# They change with every context: as part of the compile key they would compile anew each time.
+LENGTHS = ["n", "m", "w", "tail", "first", "begin", "distance", "splits", "rows", "split_columns"]
 
 LOG2_E = 1.4426950408889634
 
@@ -90,7 +92,7 @@ def _fold(  # type: ignore[no-untyped-def]
     return highest, total, acc
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def softmax_kernel(  # type: ignore[no-untyped-def]
     q,  # [num_q_heads, m, D]
     keys,  # [num_kv_heads, n, D]
@@ -183,7 +185,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]
         tl.store(part_out + place, acc, mask=real[:, None] & in_d[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def merge_kernel(  # type: ignore[no-untyped-def]
     part_highest,  # fp32 [splits, rows], base 2
     part_total,  # like part_highest
@@ -234,7 +236,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + row[:, None] * DIM + d[None, :], result, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def reduce_kernel(  # type: ignore[no-untyped-def]
     q,  # [num_q_heads, m, D]
     keys,  # [num_kv_heads, n, D]
@@ -328,7 +330,7 @@ def reduce_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares + place, square, mask=column < n)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def window_kernel(  # type: ignore[no-untyped-def]
     q,  # [num_q_heads, w, D]
     keys,  # [num_kv_heads, n, D]

@@ -92,8 +92,3 @@ class GroupLayout:
     def wire_group_bytes(self) -> int:
         """Stored bytes of one group, without its entries'."""
         return 4 * self.head_dim
-
-
-def groups_of(entries: int) -> int:
-    """Return the groups that so many entries of one (head, tier) take."""
-    return -(-entries // ROWS)

@@ -31,7 +31,10 @@ PARTIAL_BYTES = 1 << 28
 """Memory for partial results, above which splits grow: many queries × long rows."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Lengths change with every step: as part of the compile key they would compile anew each time.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["window", "places", "split_places", "num_blocks", "num_queries"]
+)
 def split_kernel(  # type: ignore[no-untyped-def]
     q,  # [num_q_heads, T, D]
     keys,  # [P, PAGE, D]
@@ -135,7 +138,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     tl.store(part_out + part[:, None] * DIM + d, out, mask=real[:, None] & in_d)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
 def merge_kernel(  # type: ignore[no-untyped-def]
     part_out,  # fp32 [splits, num_q_heads, T, D]
     part_lse,  # fp32 [splits, num_q_heads, T], base 2
@@ -184,7 +187,7 @@ def block_sizes(head_dim: int, group_size: int, most_queries: int, itemsize: int
         most_queries: most queries of one sequence.
         itemsize: of q, in bytes; fp32 products live in plain registers and need more.
     """
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = max(16, triton.next_power_of_2(head_dim))
     few, fp32 = most_queries * group_size <= 16, itemsize == 4
     return {
         "BLOCK_D": block_d,

@@ -27,7 +27,12 @@ from criticalkv.kernels.paged_attention_gpu import (
 )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Lengths change with every step: as part of the compile key they would compile anew each time.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        *("window", "places", "split_places", "num_blocks", "num_queries", "per_page"),
+    ]
+)
 def split_kernel(  # type: ignore[no-untyped-def]
     q,  # [num_q_heads, T, D]
     keys,  # uint8 [P, key_page]
@@ -116,6 +121,8 @@ def split_kernel(  # type: ignore[no-untyped-def]
         step = tl.load(affine, mask=there, other=0.0).to(tl.float32)
         zero = tl.load(affine + DIM, mask=there, other=0.0).to(tl.float32)
         k = zero[:, None] + step[:, None] * code.to(tl.float32)
+        if q_block.dtype == tl.float16:  # scales are rounded outwards, beyond the largest fp16
+            k = tl.clamp(k, -65504.0, 65504.0)
         logits = tl.dot(q_block, k.to(q_block.dtype), input_precision="ieee") * scale
 
         value_at = page * value_page + slot * VALUE_BYTES
@@ -146,7 +153,10 @@ def split_kernel(  # type: ignore[no-untyped-def]
         WIDE: tl.constexpr = BLOCK_D // BLOCK_R
         step = tl.reshape(tl.broadcast_to(step[:, :, None], [ROWS, BLOCK_R, WIDE]), [ROWS, BLOCK_D])
         zero = tl.reshape(tl.broadcast_to(zero[:, :, None], [ROWS, BLOCK_R, WIDE]), [ROWS, BLOCK_D])
-        v = (zero + step * code.to(tl.float32)).to(q_block.dtype)
+        v = zero + step * code.to(tl.float32)
+        if q_block.dtype == tl.float16:
+            v = tl.clamp(v, -65504.0, 65504.0)
+        v = v.to(q_block.dtype)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         highest = new_highest

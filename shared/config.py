@@ -338,8 +338,8 @@ class DecodeConfig(_Section):
         default=64,
         ge=1,
         le=1024,
-        description="KV entries per page; quantized contexts need at least 12, and waste least at "
-        "128 in bf16 with head_dim 128",
+        description="KV entries per page; quantized contexts need at least 18 (24 with head_dim "
+        "16), and waste least at 128 in bf16 with head_dim 128",
     )
     node_cache_mb: int = Field(
         default=1024, ge=0, description="of the pool, for nodes that nobody uses now, MiB"

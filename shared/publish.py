@@ -27,7 +27,7 @@ from criticalkv.shared.errors import (
     StoreUnavailableError,
 )
 from criticalkv.shared.finite import is_finite
-from criticalkv.shared.identity import Identity
+from criticalkv.shared.identity import CODEC_RAW, Identity
 from criticalkv.shared.node_store import NodeStore
 
 
@@ -224,7 +224,8 @@ def publish_cache(
         identity,
         attempt,
         ancestors=ancestors,
-        expected_bytes=cache.nbytes,
+        # A codec's size is known once it is made: 0 says so.
+        expected_bytes=cache.nbytes if identity.codec == CODEC_RAW else 0,
         tenant=tenant,
         timeout_s=timeout_s,
     ) as publisher:

@@ -118,6 +118,10 @@ def _change(option: str, value: str) -> dict[str, str]:
     return {option: value}
 
 
+ROOM = 256
+"""Positions of the model that question and answer may need."""
+
+
 def _study(
     config: Config,
     options: Options,
@@ -133,7 +137,8 @@ def _study(
     )
     of_policies = {text: profiles.of(policy) for text, policy in policies.items()}
     study = Study(model, policies, config.eviction.tiers, of_policies)
-    cases = texts(model.chat, options.data, options.rows, options.tokens)
+    longest = min(options.tokens, spec.max_positions - ROOM)
+    cases = texts(model.chat, options.data, options.rows, longest)
     with Progress(console=Console(stderr=True)) as progress:
         for case in progress.track(cases, description=name):
             study.add(case)

@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 
 from criticalkv.services.evaluation.case import Case, context_ids, question_ids
-from criticalkv.services.evaluation.news import news
+from criticalkv.services.evaluation.news import MIN_TOKENS, news
+from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.python_reference import python_reference
 
@@ -22,9 +23,21 @@ def texts(chat: ChatTemplate, data: Path | None, count: int, max_tokens: int) ->
         data: folder with `multi_news_50.jsonl`; None: $CRITICALKV_DATA.
         count: texts.
         max_tokens: of a context.
+
+    Raises:
+        ConfigError: if no text fits.
     """
     rows = (case for case in news(chat, data, max_tokens) if case.answer_ids)
-    return list(islice(rows, count)) or list(islice(_reference(chat, max_tokens), count))
+    found = list(islice(rows, count))
+    if not found:
+        found = list(islice(_reference(chat, max_tokens), count))
+    if not found:
+        raise ConfigError(
+            f"there is no text for contexts of {max_tokens} tokens; news need more than "
+            f"{MIN_TOKENS}",
+            param="tokens",
+        )
+    return found
 
 
 def _reference(chat: ChatTemplate, max_tokens: int) -> Iterator[Case]:

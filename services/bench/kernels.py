@@ -99,7 +99,7 @@ class _Size:
         if quick:
             shape = Shape(tokens=512, width=512)
             return cls(shape=shape, repeats=3, contexts=2, questions=2, tokens=512, rows=1)
-        return cls(shape=Shape(), repeats=7, contexts=10, questions=10, tokens=1024, rows=10)
+        return cls(shape=Shape(), repeats=7, contexts=10, questions=10, tokens=1024, rows=5)
 
 
 def _bytes(model: LoadedModel) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from criticalkv.kernels.group_layout import GroupLayout
 from criticalkv.services.decode.pages import Ints, Pages
 from criticalkv.services.decode.stepwise_kv import StepwiseKV
 from criticalkv.services.decode.turn_kv import TurnKV
-from criticalkv.shared.cache.codec import Codec, layout_of
+from criticalkv.shared.cache.codec import BITS
 from criticalkv.shared.cache.wire import TORCH_DTYPE
 from criticalkv.shared.model.attention import LayerCall
 from criticalkv.shared.model.spec import ModelSpec
@@ -129,22 +130,32 @@ class BatchPlan:
         )
 
 
-def prepare_groups(spec: ModelSpec, codec: Codec, device: torch.device) -> None:
-    """Have attention over a codec's groups compiled before a turn needs it."""
-    layout = layout_of(codec, spec.head_dim)
-    if layout is None:
-        return
-    dtype, nothing = TORCH_DTYPE[spec.dtype], torch.zeros(1, 1, 1, dtype=torch.int32)
-    tables = nothing.expand(1, spec.num_kv_heads, 1).to(device)
+def prepare_groups(spec: ModelSpec, device: torch.device) -> None:
+    """Have attention over groups compiled before a turn needs it: all codecs, few and many
+    queries, and the model's kinds of layers."""
+    if spec.head_dim % 2:
+        return  # no codec holds such heads
+    windows = {window is not None for window in spec.sliding_windows}
+    for bits, queries, windowed in itertools.product(BITS.values(), (1, 64), windows):
+        _attend_nothing(spec, GroupLayout(bits, spec.head_dim), queries, windowed, device)
+
+
+def _attend_nothing(
+    spec: ModelSpec, layout: GroupLayout, queries: int, windowed: bool, device: torch.device
+) -> None:
+    q_shape, dtype = (spec.num_q_heads, queries, spec.head_dim), TORCH_DTYPE[spec.dtype]
+    nothing = torch.zeros(1, spec.num_kv_heads, 2, dtype=torch.int32, device=device)
     ops.quantized_attention(
-        torch.zeros(spec.num_q_heads, 1, spec.head_dim, dtype=dtype, device=device),
+        torch.zeros(q_shape, dtype=dtype, device=device),
         torch.zeros(1, layout.key_bytes, dtype=torch.uint8, device=device),
         torch.zeros(1, layout.value_bytes, dtype=torch.uint8, device=device),
-        tables,
-        tables,
-        torch.tensor([0, 1], dtype=torch.int32),
+        nothing,
+        nothing,
+        torch.tensor([0, queries], dtype=torch.int32),
         layout=layout,
         scaling=1.0,
+        window=1 if windowed else None,
+        query_positions=torch.zeros(queries, dtype=torch.int32, device=device),
     )
 
 

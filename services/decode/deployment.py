@@ -9,7 +9,6 @@ from dataclasses import asdict
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.shared.config import Config
 from criticalkv.shared.errors import CriticalKVError, DeadlineError
-from criticalkv.shared.eviction.policy import codec_of
 from criticalkv.shared.model.loader import load_model
 from criticalkv.shared.model.prepack import prepack
 from criticalkv.shared.requests import DecodeDelta, DecodeEnd, DecodeRequest, DecodeStart
@@ -30,7 +29,7 @@ class Decode:
         if config.decode.prepack:
             prepack(model)
         self._engine = DecodeEngine(model, self._store, config.decode, replica_name())
-        self._engine.warm_up(codec_of(config.eviction.policy))
+        self._engine.warm_up(codecs=True)
 
     async def generate(self, request: DecodeRequest) -> AsyncIterator[Event]:
         """Stream a turn's events. Closing the stream cancels the turn."""

@@ -35,7 +35,6 @@ from criticalkv.services.decode.scheduler import WaitingLine, victim
 from criticalkv.services.decode.sequence import Emit, Sequence
 from criticalkv.services.decode.stepwise_kv import StepwiseKV
 from criticalkv.services.decode.turn_kv import TurnKV
-from criticalkv.shared.cache.codec import Codec
 from criticalkv.shared.config import DecodeConfig
 from criticalkv.shared.errors import (
     CancelledError,
@@ -46,7 +45,7 @@ from criticalkv.shared.errors import (
 )
 from criticalkv.shared.eviction.policy import parse_turn_policy
 from criticalkv.shared.failpoints import hit
-from criticalkv.shared.identity import CODEC_RAW, NodeId
+from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.attention import forward
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.node_store import NodeStore
@@ -198,13 +197,14 @@ class DecodeEngine:
             # After some device errors nothing works again in this process.
             raise RuntimeError(f"the last {self._failed_steps} decode steps failed")
 
-    def warm_up(self, codec: Codec = CODEC_RAW) -> None:
+    def warm_up(self, *, codecs: bool = False) -> None:
         """Run one short turn, so that the first request pays for no first time.
 
         Args:
-            codec: of the contexts to come; compiling for it takes seconds.
+            codecs: prepare for quantized contexts, too: compiling for them takes seconds.
         """
-        prepare_groups(self._model.spec, codec, self._pages.keys.device)
+        if codecs:
+            prepare_groups(self._model.spec, self._pages.keys.device)
         request = DecodeRequest(
             request_id="warm-up",
             token_ids=tuple(self._model.chat.closing_ids) or (0,),

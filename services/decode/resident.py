@@ -60,8 +60,6 @@ class ResidentNode:
     def is_laid_out_like(self, manifest: Manifest) -> bool:
         """Whether another manifest of this node puts as many entries into each place."""
         mine, other = (m.lens[: m.tier_index(self.tier) + 1] for m in (self.manifest, manifest))
-        if not self.manifest.layout:  # its places know no lower tiers
-            mine, other = mine[-1:], other[-1:]
         return np.array_equal(mine, other)
 
     def arrived(self, layers: int) -> None:

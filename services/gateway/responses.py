@@ -35,6 +35,7 @@ from criticalkv.services.gateway.response_schemas import ResponseRequest
 from criticalkv.services.gateway.response_shape import echo, finished_fields, object_fields
 from criticalkv.services.gateway.schemas import MAX_BREAKPOINTS, ChatMessage, TextPart
 from criticalkv.services.gateway.transcript import Metadata
+from criticalkv.shared.cache.manifest import MAX_PART_BYTES
 from criticalkv.shared.errors import (
     ContextExpiredError,
     ContextNotFoundError,
@@ -45,7 +46,7 @@ from criticalkv.shared.requests import DecodeEnd
 
 MAX_KEPT_BYTES = 16 * 1024
 """Of one response, compressed: handles count against no quota of bytes."""
-MAX_UNPACKED_BYTES = 64 * 1024 * 1024
+MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Responses:
         found, meta = await self._resolve(tenant, handle, "response_id")
         if not meta.response:
             raise ContextNotFoundError("no such context", param="response_id")
-        kept = Kept.decode(meta.response)
+        kept = await asyncio.to_thread(Kept.decode, meta.response)
         if kept.fields is None:
             raise ContextExpiredError("the response was too long to be kept; it can be continued")
         extension = {"handle": handle, "node_id": found.node_id, "published": True}
@@ -204,7 +205,7 @@ class _Completion:
         for less in kept.shorter():
             instructions, response = _digest(self.request.instructions), less.encode()
             whole = metadata.model_copy(update={"instructions": instructions, "response": response})
-            if len(whole.encode()) <= MAX_KEPT_BYTES:
+            if len(response) <= MAX_KEPT_BYTES and len(whole.encode()) <= MAX_PART_BYTES:
                 break
         return whole
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -97,8 +97,10 @@ class SideForward(Generic[Layer]):
         return self._attend(call, layer)
 
     def _close(self) -> None:
+        """End the pass: in its next layer, so that nobody waits for the present one for ever."""
         self._shown.put(None)
-        self._thread.shutdown()
+        ended, _ = wait([self._result], timeout=self._timeout_s)
+        self._thread.shutdown(wait=bool(ended))
 
     def _wait(self) -> None:
         """Wait until the pass stands still, or has ended."""

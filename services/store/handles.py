@@ -70,8 +70,9 @@ class Handles:
         )
         if bound is None:
             raise IdempotencyConflictError("the handle names another node", param="handle")
-        created, ttl_ms, node_id = int(bound[0]), int(bound[1]), bound[2].decode()
-        await self._keep_node(node_id, digest, ttl_ms)
+        created, life_ms, node_id = int(bound[0]), int(bound[1]), bound[2].decode()
+        await self._keep_node(node_id, digest, life_ms)
+        # As long as it may live once there is room again: reading it does not extend the list.
         await self._list(tenant, handle, created, ttl_ms)
         return pb.Handle(
             handle=handle,
@@ -79,7 +80,7 @@ class Handles:
             node_id=node_id,
             metadata=metadata,
             created_at=created,
-            ttl_ms=ttl_ms,
+            ttl_ms=life_ms,
         )
 
     async def resolve(self, tenant: str, handle: str) -> pb.Handle:

@@ -24,12 +24,13 @@ used within FLOOR_MS:
 So Redis is never out of memory for metadata while r (FLOOR_MS + one look) is at most a tenth
 of the space, whatever came before: with 768 MiB beside the payload, up to 130 KB per second.
 
-A life is only ever given when something is written or used, and use never shortens one: what
-was written while there was room keeps its time. What has expired and is not yet removed counts
-as well: by default Redis lets that be a tenth of its keys, and with `active-expire-effort 10`,
-as the embedded Valkey has it, a hundredth. Manifests need none of this: they go with their
-payload, which has a limit. Lists that outlive their entries are cleaned while they grow: see
-Handles and Nodes.
+A token record lives as long as its node's KV at least, which payload's limit bounds, and is
+shortened when the KV goes. Otherwise a life is only ever given when something is written, used
+or unpinned, and use never shortens one: what was written while there was room keeps its time.
+What has expired and is not yet removed counts as well: by default Redis lets that be a tenth
+of its keys, and with `active-expire-effort 10`, as the embedded Valkey has it, a hundredth.
+Manifests need none of this: they go with their payload, which has a limit. Lists that outlive
+their entries are cleaned while they grow: see Handles and Nodes.
 """
 
 from __future__ import annotations

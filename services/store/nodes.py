@@ -318,7 +318,7 @@ class Nodes:
                 keys.holds(node_id),
                 keys.dropped(node_id),
             ],
-            [attempt, guard, generation, secrets.token_hex(8)],
+            [attempt, guard, generation, secrets.token_hex(8), self._room.longest_ms],
         )
         outcome = _text(reply[0])
         if outcome == "parent" and await self.forget_dead_children(node_id):

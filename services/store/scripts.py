@@ -43,7 +43,8 @@ for i = 0, count - 1 do
 end
 local holder = redis.call('GET', KEYS[4])
 if holder and holder ~= token then return {'lease'} end
-local life = math.min(math.max(ARGV[7], ttl), ARGV[8])
+-- As long as the node at least: who finds it must be able to go on once its KV has gone.
+local life = math.max(math.min(ARGV[7], ARGV[8]), ttl)
 redis.call('SET', KEYS[5], ARGV[6], 'PX', math.max(life, redis.call('PTTL', KEYS[5])))
 local old = redis.call('HMGET', KEYS[1], 'generation', 'top', 'attempt', 'count', 'hits',
   'ttl', 'record_ttl', 'replaced', 'replaced_count')
@@ -88,7 +89,7 @@ if not node[1] then return 0 end
 local ttl = tonumber(ARGV[2])
 if ttl > (tonumber(node[3]) or 0) then redis.call('HSET', KEYS[1], 'ttl', ttl) end
 redis.call('PEXPIRE', KEYS[1], ttl, 'GT')
-redis.call('PEXPIRE', KEYS[2], math.min(math.max(ttl, ARGV[4]), ARGV[5]), 'GT')
+redis.call('PEXPIRE', KEYS[2], math.max(math.min(ARGV[4], ARGV[5]), ttl), 'GT')
 keep_list(KEYS[3], KEYS[1], KEYS[2])
 keep_list(KEYS[4], KEYS[1], KEYS[2])
 local left = redis.call('PTTL', KEYS[1])
@@ -130,8 +131,8 @@ local pins = redis.call('SCARD', KEYS[2])
 if removed == 1 and pins + redis.call('SCARD', KEYS[3]) == 0 then
   local ttl, cap = math.max(ARGV[4], tonumber(node[3]) or 0), tonumber(ARGV[7])
   if cap > 0 then ttl = math.min(ttl, cap) end
-  local life = math.max(ARGV[6], ttl, tonumber(node[4]) or 0)
-  redis.call('PEXPIRE', KEYS[4], math.min(life, ARGV[8]))
+  local life = math.min(math.max(ARGV[6], tonumber(node[4]) or 0), ARGV[8])
+  redis.call('PEXPIRE', KEYS[4], math.max(life, ttl))
   if node[1] then
     local prefix = ARGV[2] .. node[1] .. ':'
     redis.call('PEXPIRE', KEYS[1], ttl)
@@ -157,7 +158,7 @@ return node
 # has at least this, so none can be missed.
 # KEYS: manifest, pins, pinned_below, children, bindings, record, holds, dropped
 # ARGV: attempt that it must name or '', what protects it: '' nothing, 'evict', 'unbind',
-#       generation that it must have or 0, a fresh word
+#       generation that it must have or 0, a fresh word, longest record ttl ms for now
 # Returns {why not} or {'dropped', attempt, segments, bytes, parent, 1 if its record is
 # needed: by a handle, or by a child's record}; to the same word, the same once more.
 DROP = f"""#!lua flags=allow-oom
@@ -186,6 +187,10 @@ if node[1] and ARGV[3] ~= '0' and ARGV[3] ~= node[5] then return {{'other'}} end
 if ARGV[2] == 'unbind' then redis.call('UNLINK', KEYS[6], KEYS[7]) end
 if not node[1] then return {{'absent'}} end
 redis.call('UNLINK', KEYS[1])
+-- The record lived as long as the node at least: that is over.
+if redis.call('PTTL', KEYS[6]) > tonumber(ARGV[5]) then
+  redis.call('PEXPIRE', KEYS[6], ARGV[5])
+end
 local needed = bindings + children > 0 and 1 or 0
 redis.call('HSET', KEYS[8], 'word', ARGV[4], 'attempt', node[1], 'count', node[2],
   'bytes', node[3], 'parent', node[4], 'needed', needed)

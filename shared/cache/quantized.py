@@ -42,16 +42,9 @@ class QuantizedLayer:
         """Entries per head, int64 [num_kv_heads], on the CPU."""
         return self._cu_seqlens().to(torch.int64).diff()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the groups, their empty rows included."""
-        return self.key_groups.numel() + self.value_groups.numel()
-
     def prefix(self, groups: Sequence[int]) -> QuantizedLayer:
-        """Return a copy with only the first `groups[h]` groups of each head.
-
-        This is how a smaller tier is read from a larger one.
-        """
+        """Return a copy with only the first `groups[h]` groups of each head: what a reader of
+        a smaller tier gets."""
         begin = self.group_cu[:-1].tolist()
         runs = [torch.arange(b, b + n) for b, n in zip(begin, groups, strict=True)]
         rows = torch.cat(runs).to(self.fills.device)

@@ -54,7 +54,8 @@ def test_every_kernel_is_checked(bench: Any) -> None:
 
 def test_other_heads_are_checked_too(bench: Any) -> None:
     one = list(bench.gpu_checks.layer_checks(tiny(bench), torch.float32))
-    every = list(bench.gpu_checks.every_check(tiny(bench)))
+    shape = tiny(bench)
+    every = [*bench.gpu_checks.own_checks(shape), *bench.gpu_checks.other_checks(shape)]
     assert len(every) == 7 * len(one)
     assert {check.args[0].head_dim for check in every} == {64, 80, 96, 256}
 
@@ -99,12 +100,15 @@ def test_a_wrong_kernel_is_found(
 
 def test_a_report_has_every_number(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(bench.gpu_checks, "every_check", lambda _: iter([]))
+    for checks in ("own_checks", "other_checks"):
+        monkeypatch.setattr(bench.gpu_checks, checks, lambda _: iter([]))
     monkeypatch.setattr(bench.gpu_prefill, "LAYERS", 1)
     monkeypatch.setattr(bench.gpu_prefill, "VOCABULARY", 32)
     attempts = bench.Attempts(time.perf_counter() + 600)
     ceilings = bench.Ceilings.measured("cpu", copy_bytes=1 << 12, side=16)
-    report = bench.measure(tiny(bench), ceilings, attempts, batches=(2,))
+    *earlier, report = bench.measure(tiny(bench), ceilings, attempts, batches=(2,))
+    assert len(earlier) == 3
+    assert earlier[0]["headline"]["scoring_share_32k"] is not None
     assert attempts.errors == []
     assert report["headline"].keys() == report["meaning"].keys()
     assert all(isinstance(number, int | float) for number in report["headline"].values())

@@ -28,6 +28,7 @@ from criticalkv.shared.errors import ContextNotFoundError
 MIB = 1 << 20
 WEEK_MS = 7 * 24 * 3600 * 1000
 CONFIG = StoreConfig(memory_limit_mb=100)
+NODE_MS = CONFIG.node_ttl_s * 1000
 SLACK_MS = 60_000  # of a slow machine, between a call and the look at its key
 
 
@@ -212,15 +213,17 @@ async def test_new_metadata_live_as_long_as_there_is_room_for(small, emptied, ma
         await small.alias(key, node.node_id)
         assert bound.ttl_ms == want
         for stored in (
-            keys.record(node.node_id),
             keys.handle(keys.digest("ab", name)),
             keys.bindings(node.node_id),
             keys.request("ab", key),
             keys.alias(key),
         ):
             assert lives(emptied, stored, want), (share, stored)
-        # The node itself has its own time, which is not a floor for its record.
-        assert lives(emptied, keys.manifest(node.node_id), CONFIG.node_ttl_s * 1000)
+        # The node itself has its own time, and its record no less, while the node is there.
+        assert lives(emptied, keys.manifest(node.node_id), NODE_MS)
+        assert lives(emptied, keys.record(node.node_id), max(want, NODE_MS))
+        await small.rig.nodes.drop(node.node_id)
+        assert lives(emptied, keys.record(node.node_id), want)
 
 
 async def test_shorter_times_asked_for_stay(small, emptied, make_node):
@@ -260,7 +263,7 @@ async def test_use_gives_what_there_is_room_for(small, emptied, make_node):
     between = small.room.shortened(WEEK_MS)
     assert (await small.rig.handles.resolve("ab", "h")).ttl_ms == between
     assert lives(emptied, handle, between)
-    assert lives(emptied, keys.record(node.node_id), between)
+    assert lives(emptied, keys.record(node.node_id), max(between, NODE_MS))
     small.fill(0.2)
     assert (await small.rig.handles.resolve("ab", "h")).ttl_ms == WEEK_MS
     assert lives(emptied, handle, WEEK_MS)
@@ -276,7 +279,7 @@ async def test_pins_keep_and_what_is_unpinned_lives_by_the_room(small, emptied, 
     assert left(emptied, keys.record(node.node_id)) == -1
     assert left(emptied, keys.manifest(node.node_id)) == -1
     await small.rig.nodes.unpin("ab", node.node_id)
-    assert lives(emptied, keys.record(node.node_id), FLOOR_MS)
+    assert lives(emptied, keys.record(node.node_id), NODE_MS)  # as long as the node
     small.fill(0.0)
     await small.rig.nodes.pin("ab", node.node_id)
     await small.rig.nodes.unpin("ab", node.node_id)
@@ -362,7 +365,8 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Valkey, redis.Redis
 async def test_memory_settles_at_constant_inflow(tight, make_node):
     """Far more than the space holds comes in; Redis is never full, and the newest can be read."""
     valkey, client = tight
-    config = StoreConfig(memory_limit_mb=16, record_ttl_s=600, node_ttl_s=600)
+    # Records live as long as their nodes, whose number payload's limit bounds: not here.
+    config = StoreConfig(memory_limit_mb=16, record_ttl_s=600, node_ttl_s=1)
     rig = Rig(valkey.store, config, MIB)
     small, shares, nodes = Small(rig, config), [], []
     try:
@@ -417,8 +421,8 @@ def test_the_server_looks(tmp_path, make_node):
         token = store.begin_request("ab", name, name, "h", 1000, 0).lease_token
         assert store.finish_request("ab", name, token, b"answer")
         store.put_alias(name, node.node_id, ("0.4",))
+        assert lives(client, keys.record(node.node_id), NODE_MS)
         for what in (
-            keys.record(node.node_id),
             keys.handle(keys.digest("ab", "h")),
             keys.request("ab", name),
             keys.alias(name),

@@ -224,7 +224,7 @@ def test_the_decode_deployment_packs_if_it_is_told_to(
         def __init__(self, *args: Any) -> None:
             engines.append(args)
 
-        def warm_up(self, codec: str) -> None:
+        def warm_up(self, *, codecs: bool) -> None:
             pass
 
     monkeypatch.setattr(deployment, "load_model", lambda *_: model)
