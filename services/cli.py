@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from criticalkv.services.analysis.command import app as analyze
+from criticalkv.services.analysis.options import ConfigFile, Model
 from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 
@@ -35,13 +36,6 @@ app = typer.Typer(
 bench = typer.Typer(help="Benchmarks: ratios of things run alternately.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(analyze, name="analyze")
-
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="YAML map of sections.")
-]
-Model = Annotated[
-    str | None, typer.Option(help="'demo', a directory with safetensors, or a cached Hub name.")
-]
 
 PolicyName = Annotated[
     str | None, typer.Option(help="Eviction policy: scorer+allocator+selector, or an alias.")

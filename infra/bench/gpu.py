@@ -93,44 +93,30 @@ def measure(
     if time runs out.
     """
     run = attempts.run
-    checks = [run(check) for check in gpu_checks.own_checks(shape)]
-    rest: tuple[list[Any], ...] = ([], [], [])
-    prefill = run(partial(gpu_prefill.scoring_share, shape))
-    yield _report(shape, ceilings, attempts, checks, prefill, *rest)
-    kernels = [run(call) for call in kernel_calls(shape, ceilings)]
-    yield _report(shape, ceilings, attempts, checks, prefill, kernels, [], [])
-    decode = [run(partial(gpu_speed.decode_attention, shape, ceilings, b)) for b in batches]
-    yield _report(shape, ceilings, attempts, checks, prefill, kernels, [], decode)
-    checks += [run(check) for check in gpu_checks.other_checks(shape)]
-    tuning = [run(call) for call in tuning_calls(shape, ceilings)]
-    yield _report(shape, ceilings, attempts, checks, prefill, kernels, tuning, decode)
+    found: dict[str, Any] = {"kernels": [], "decode_attention": [], "tuning": []}
+    found["checks"] = [run(check) for check in gpu_checks.own_checks(shape)]
+    found["prefill"] = run(partial(gpu_prefill.scoring_share, shape))
+    yield _report(shape, ceilings, attempts, found)
+    found["kernels"] = [run(call) for call in kernel_calls(shape, ceilings)]
+    yield _report(shape, ceilings, attempts, found)
+    decode = [partial(gpu_speed.decode_attention, shape, ceilings, batch) for batch in batches]
+    found["decode_attention"] = [run(call) for call in decode]
+    yield _report(shape, ceilings, attempts, found)
+    found["checks"] += [run(check) for check in gpu_checks.other_checks(shape)]
+    found["tuning"] = [run(call) for call in tuning_calls(shape, ceilings)]
+    yield _report(shape, ceilings, attempts, found)
 
 
 def _report(
-    shape: Shape,
-    ceilings: Ceilings,
-    attempts: Attempts,
-    checks: list[dict[str, Any] | None],
-    prefill: dict[str, Any] | None,
-    kernels: list[dict[str, Any] | None],
-    tuning: list[dict[str, Any] | None],
-    decode: list[dict[str, Any] | None],
+    shape: Shape, ceilings: Ceilings, attempts: Attempts, found: dict[str, Any]
 ) -> dict[str, Any]:
+    details = {"shape": asdict(shape), "ceilings": asdict(ceilings)}
     return {
         "benchmark": "gpu",
         "quick": False,
-        "headline": headline(checks, kernels, prefill),
+        "headline": headline(found["checks"], found["kernels"], found["prefill"]),
         "meaning": MEANING,
-        "details": {
-            "shape": asdict(shape),
-            "ceilings": asdict(ceilings),
-            "checks": checks,
-            "kernels": kernels,
-            "tuning": tuning,
-            "decode_attention": decode,
-            "prefill": prefill,
-            "errors": attempts.errors,
-        },
+        "details": details | found | {"errors": attempts.errors},
     }
 
 

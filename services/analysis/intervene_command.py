@@ -17,6 +17,7 @@ from criticalkv.services.analysis.span import Span
 from criticalkv.services.analysis.wanted import Wanted
 
 if TYPE_CHECKING:
+    from criticalkv.services.analysis.subject import Subject
     from criticalkv.services.bench.report import Report
 
 Text = Annotated[
@@ -61,11 +62,10 @@ def mask(
     """Hide a span of keys from heads: what becomes of attention and predictions."""
     hidden = Span.parse(span)
     wanted = Wanted(text, tokens, queries, layers, heads, kv_heads, threads, config, model)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    subject = _subject(wanted)
     from criticalkv.services.analysis import interventions
-    from criticalkv.services.analysis.subject import subject_of
 
-    report = interventions.mask(subject_of(wanted), hidden, cached=cached, renormalised=renormalise)
+    report = interventions.mask(subject, hidden, cached=cached, renormalised=renormalise)
     _finish(report, json, plots)
 
 
@@ -92,12 +92,11 @@ def placebo(
     """Find a span as long and as strong as another, and mask both."""
     target, forbidden = Span.parse(span), [Span.parse(x) for x in forbid or ()]
     wanted = Wanted(text, tokens, queries, layers, heads, kv_heads, threads, config, model)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    subject = _subject(wanted)
     from criticalkv.services.analysis import interventions
-    from criticalkv.services.analysis.subject import subject_of
 
     report = interventions.placebo(
-        subject_of(wanted), target, tolerance=tolerance, forbidden=forbidden, nearby=nearby
+        subject, target, tolerance=tolerance, forbidden=forbidden, nearby=nearby
     )
     _finish(report, json, plots)
 
@@ -117,11 +116,10 @@ def sinks(
 ) -> None:
     """Tokens that draw attention, by mass alone and by mass times value norm."""
     wanted = Wanted(text, tokens, queries, layers, heads, kv_heads, threads, config, model)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    subject = _subject(wanted)
     from criticalkv.services.analysis import interventions
-    from criticalkv.services.analysis.subject import subject_of
 
-    report = interventions.sinks(subject_of(wanted))
+    report = interventions.sinks(subject)
     _finish(report, json, plots)
 
 
@@ -146,12 +144,18 @@ def flat(
 ) -> None:
     """Flag heads whose attention is flat: they pick nothing."""
     wanted = Wanted(text, tokens, queries, layers, heads, kv_heads, threads, config, model)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    subject = _subject(wanted)
     from criticalkv.services.analysis import interventions
+
+    report = interventions.flat(subject, share, entropy)
+    _finish(report, json, plots)
+
+
+def _subject(wanted: Wanted) -> Subject:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     from criticalkv.services.analysis.subject import subject_of
 
-    report = interventions.flat(subject_of(wanted), share, entropy)
-    _finish(report, json, plots)
+    return subject_of(wanted)
 
 
 def _finish(report: Report, json: Path, plots: Path | None) -> None:

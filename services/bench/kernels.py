@@ -5,6 +5,7 @@ The GPU's part is infra/bench/gpu.sh, which needs no more than torch, triton and
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -77,21 +78,21 @@ def run(config: Config, *, quick: bool, threads: int, data: Path | None) -> Repo
         shares = _shares(model, data, size.rows, lambda: progress.advance(task))
     report.headline |= _bytes(model) | _codecs(found)
     report.headline["perturbation_lower_share_snapkv"] = shares.get("snapkv", {}).get(HEADLINE_TIER)
-    report.details = {"threads": threads, "size": vars(size) | {"shape": vars(size.shape)}}
+    report.details = {"threads": threads, "size": asdict(size)}
     report.details |= {"operations": operations, "codecs": found, "perturbation_lower": shares}
     return report
 
 
+@dataclass(frozen=True)
 class _Size:
-    """How much is measured."""
+    """How much is measured: operations, prompts over contexts, and rows of news."""
 
-    def __init__(self, **values: Any) -> None:
-        self.shape: Shape = values["shape"]
-        self.repeats: int = values["repeats"]
-        self.contexts: int = values["contexts"]
-        self.questions: int = values["questions"]
-        self.tokens: int = values["tokens"]
-        self.rows: int = values["rows"]
+    shape: Shape
+    repeats: int
+    contexts: int
+    questions: int
+    tokens: int
+    rows: int
 
     @classmethod
     def of(cls, quick: bool) -> _Size:

@@ -188,8 +188,7 @@ class Choices:
         except (NodeMissingError, WorkerLostError) as error:
             return error
         except OverloadedError as error:  # who is left has the lost one's work, too
-            # A stream that has begun has its 200 already: it waits.
-            if not any(told.start or told.anything for told in self._told):
+            if not self._has_begun:
                 raise
             return error
         # An end without all its events must not look like an answer.
@@ -213,7 +212,15 @@ class Choices:
             async with self._restoring:  # choices that go on by themselves lose it together
                 await self._restore(error, view)
         elif losses.workers > 1 or isinstance(error, OverloadedError):
-            await self._deadline.bound(asyncio.sleep(error.retry_after_s or PAUSE_S))
+            await self._pause(error)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the reader was told of any choice: a stream then has its 200, and waits."""
+        return any(told.start or told.anything for told in self._told)
+
+    async def _pause(self, error: CriticalKVError) -> None:
+        await self._deadline.bound(asyncio.sleep(error.retry_after_s or PAUSE_S))
 
     async def _put(self, event: Event | Exception) -> None:
         await self._queue.put((event, time.perf_counter()))
@@ -226,9 +233,9 @@ class Choices:
                 self.plan = await self._planner.restore(self.plan, self._deadline, view)
                 return
             except OverloadedError as full:
-                if not any(told.start or told.anything for told in self._told):
+                if not self._has_begun:
                     raise
-                await self._deadline.bound(asyncio.sleep(full.retry_after_s or PAUSE_S))
+                await self._pause(full)
 
 
 def _first(failed: BaseExceptionGroup[Exception]) -> Exception:

@@ -149,6 +149,6 @@ def _layers(manifest: Manifest, request: pb.GetNodeRequest) -> range:
 
 
 def _retrieve(running: asyncio.Future[list[bytes | None]]) -> None:
-    # Nobody waits for a read whose caller is gone; its connection is dropped on errors.
+    # One that ended before it could be cancelled; its connection is dropped on errors.
     if not running.cancelled() and running.exception() is not None:
-        log.info("a read ahead failed after its caller had left: %s", running.exception())
+        log.info("a read ahead failed: %s", running.exception())

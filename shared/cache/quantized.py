@@ -14,7 +14,7 @@ from criticalkv.shared.cache.group_table import GroupTable
 from criticalkv.shared.cache.ragged import RaggedLayer
 
 PIECE = 1024
-"""Groups that are quantized or expanded at once: bounds the fp32 copies."""
+"""Groups that are expanded at once: bounds the fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,8 @@ def quantize_layer(layer: RaggedLayer, tier_lens: Tensor, layout: GroupLayout) -
     """
     table, device = GroupTable.of(tier_lens.to("cpu", torch.int64).numpy()), layer.keys.device
     starts, fills = (torch.from_numpy(x).to(device) for x in (table.starts, table.fills))
-    n = fills.shape[0]
-    keys = torch.empty(n, layout.key_bytes, dtype=torch.uint8, device=device)
-    values = torch.empty(n, layout.value_bytes, dtype=torch.uint8, device=device)
     entries = (layer.keys.detach(), layer.values.detach(), layer.positions)
-    for piece in _pieces(n):
-        keys[piece], values[piece] = ops.quantize(
-            *entries, starts[piece], fills[piece], layout.bits
-        )
+    keys, values = ops.quantize(*entries, starts, fills, layout.bits)
     cu = torch.from_numpy(table.head_cu).to(torch.int32)
     return QuantizedLayer(keys, values, fills.to(torch.int32), cu, layout)
 

@@ -5,11 +5,12 @@ On the tests' path: what the tests of `quantized_attention` on several devices s
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import naive_pages
+import naive_quantize
 import torch
 from torch import Tensor
 
@@ -51,15 +52,7 @@ class Batch:
 
     def only(self, s: int, more_places: int = 0) -> Batch:
         """Sequence s alone, with so many empty places appended."""
-        a, b = self.query_cu[s].item(), self.query_cu[s + 1].item()
-        return replace(
-            self,
-            q=self.q[:, a:b],
-            tables=torch.nn.functional.pad(self.tables[s : s + 1], (0, more_places)),
-            fills=torch.nn.functional.pad(self.fills[s : s + 1], (0, more_places)),
-            query_cu=torch.tensor([0, b - a], dtype=torch.int32),
-            query_positions=self.query_positions[a:b],
-        )
+        return replace(self, **naive_pages.only(self, s, more_places))
 
 
 def batch(
@@ -150,55 +143,24 @@ def _codes(fill: int, layout: GroupLayout) -> Tensor:
 
 def entries(b: Batch, s: int, head: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return a row's keys and values, fp64 [n, D], and positions, read from its bytes."""
-    found: tuple[list[Tensor], list[Tensor], list[int]] = ([], [], [])
+    dim, sizes = b.layout.head_dim, (b.layout.key_bytes, b.layout.value_bytes)
+    none = torch.zeros(0, dim, dtype=torch.float64)
+    keys, values, positions = [none], [none], []
     for number, fill in zip(b.tables[s, head].tolist(), b.fills[s, head].tolist(), strict=True):
         if fill == 0:
             continue
         page, place = divmod(number, b.per_page)
         key, value = (
-            bytes(pages[page, place * size : (place + 1) * size].tolist())
-            for pages, size in (
-                (b.key_pages, b.layout.key_bytes),
-                (b.value_pages, b.layout.value_bytes),
-            )
+            pages[page, place * size : (place + 1) * size]
+            for pages, size in zip((b.key_pages, b.value_pages), sizes, strict=True)
         )
-        for row in range(fill):
-            found[0].append(_key(key, row, b.layout))
-            found[1].append(_value(value, row, b.layout))
-            found[2].extend(struct.unpack_from("<i", value, b.layout.positions_at + 4 * row))
-    none = torch.zeros(0, b.layout.head_dim, dtype=torch.float64)
-    keys, values = (torch.stack(rows) if rows else none for rows in found[:2])
-    return keys, values, found[2]
-
-
-def _row(group: bytes, row: int, layout: GroupLayout) -> Tensor:
-    at = row * layout.head_dim * layout.bits // 8
-    half = layout.head_dim // 2
-    if layout.bits == 8:
-        codes = list(group[at : at + 2 * half])
-    else:
-        packed = group[at : at + half]
-        codes = [byte % 16 for byte in packed] + [byte // 16 for byte in packed]
-    return torch.tensor(codes, dtype=torch.float64)
-
-
-def _key(group: bytes, row: int, layout: GroupLayout) -> Tensor:
-    dim = layout.head_dim
-    affine = struct.unpack_from(f"<{2 * dim}e", group, 32 * dim * layout.bits // 8)
-    scale, zero = torch.tensor(affine, dtype=torch.float64).chunk(2)
-    return zero + scale * _row(group, row, layout)
-
-
-def _value(group: bytes, row: int, layout: GroupLayout) -> Tensor:
-    dim = layout.head_dim
-    run = dim if layout.bits == 8 else min(32, dim)
-    runs = -(-dim // run)
-    at = 32 * dim * layout.bits // 8 + row * runs * 4
-    affine = struct.unpack_from(f"<{2 * runs}e", group, at)
-    channels = [d // run for d in range(dim)]
-    scale = torch.tensor([affine[2 * r] for r in channels], dtype=torch.float64)
-    zero = torch.tensor([affine[2 * r + 1] for r in channels], dtype=torch.float64)
-    return zero + scale * _row(group, row, layout)
+        group = naive_quantize.parse(key, value, b.layout.bits, dim)
+        scale, zero = group.wide_value_affine
+        wide_keys = group.key_zero.astype(float) + group.key_scale.astype(float) * group.key_codes
+        keys.append(torch.from_numpy(wide_keys[:fill]))
+        values.append(torch.from_numpy((zero + scale * group.value_codes)[:fill]))
+        positions += group.positions[:fill].tolist()
+    return torch.cat(keys), torch.cat(values), positions
 
 
 def attention(

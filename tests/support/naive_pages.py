@@ -48,15 +48,19 @@ class Batch:
 
     def only(self, s: int, more_places: int = 0) -> Batch:
         """Sequence s alone, with so many empty places appended."""
-        a, b = self.query_cu[s].item(), self.query_cu[s + 1].item()
-        return replace(
-            self,
-            q=self.q[:, a:b],
-            tables=torch.nn.functional.pad(self.tables[s : s + 1], (0, more_places)),
-            fills=torch.nn.functional.pad(self.fills[s : s + 1], (0, more_places)),
-            query_cu=torch.tensor([0, b - a], dtype=torch.int32),
-            query_positions=self.query_positions[a:b],
-        )
+        return replace(self, **only(self, s, more_places))
+
+
+def only(batch: Any, s: int, more_places: int) -> dict[str, Tensor]:
+    """The fields of a batch, of pages or of groups, that sequence s alone changes."""
+    a, b = batch.query_cu[s].item(), batch.query_cu[s + 1].item()
+    return {
+        "q": batch.q[:, a:b],
+        "tables": torch.nn.functional.pad(batch.tables[s : s + 1], (0, more_places)),
+        "fills": torch.nn.functional.pad(batch.fills[s : s + 1], (0, more_places)),
+        "query_cu": torch.tensor([0, b - a], dtype=torch.int32),
+        "query_positions": batch.query_positions[a:b],
+    }
 
 
 def batch(
