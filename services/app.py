@@ -32,6 +32,8 @@ from criticalkv.shared.malloc import ENVIRONMENT as LARGE_BUFFERS
 from criticalkv.shared.malloc import ONE_ARENA
 
 APP_NAME = "criticalkv"
+# Each of malloc's arenas would keep its own largest need for ever.
+FEW_LARGE_BUFFERS = {**LARGE_BUFFERS, **ONE_ARENA}
 # A replica under full load answers late; one that died is noticed at once anyhow.
 LIFECYCLE: dict[str, Any] = {
     "health_check_period_s": 5.0,
@@ -72,7 +74,7 @@ def gateway_deployment(config: Config) -> Deployment:
         # answer /health meanwhile. Serve's own 503 comes only after that.
         max_ongoing_requests=2 * gateway.max_ongoing,
         max_queued_requests=gateway.max_ongoing,
-        # Many threads, small objects: each arena would keep its own largest need for ever.
+        # Many threads, small objects.
         ray_actor_options=_actor(gateway.num_cpus, 0, 1, gateway.ray_resources, ONE_ARENA),
     )
 
@@ -171,7 +173,7 @@ def _actor(
     num_gpus: float,
     threads: int,
     resources: dict[str, float],
-    malloc: dict[str, str] = LARGE_BUFFERS,
+    malloc: dict[str, str] = FEW_LARGE_BUFFERS,
 ) -> dict[str, Any]:
     return {
         "num_cpus": num_cpus,
