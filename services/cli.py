@@ -24,7 +24,7 @@ from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 
 if TYPE_CHECKING:
-    from criticalkv.services.bench.report import Report
+    from criticalkv.shared.report import Report
 
 app = typer.Typer(
     help="Compute a long context once, keep its critical KV entries, decode from them anywhere.",

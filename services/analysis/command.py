@@ -16,7 +16,7 @@ from criticalkv.services.analysis.options import ConfigFile, Json, Model, Plots,
 from criticalkv.services.analysis.output import finish
 
 if TYPE_CHECKING:
-    from criticalkv.services.bench.report import Report
+    from criticalkv.shared.report import Report
 
 app = typer.Typer(help="What a policy kept, and what that changed.", no_args_is_help=True)
 

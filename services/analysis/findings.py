@@ -10,7 +10,7 @@ from torch import Tensor
 from criticalkv.services.analysis.comparison import compare, lower_share, of_kv_heads, reduction
 from criticalkv.services.analysis.query_rows import NORMS
 from criticalkv.services.analysis.study import HALF, QUERIES, Cell, Queries, Study
-from criticalkv.services.bench.report import Report
+from criticalkv.shared.report import Report
 
 HEADLINE: Queries = "after"
 DIGITS = 6

@@ -18,7 +18,7 @@ from criticalkv.services.analysis.wanted import Wanted
 
 if TYPE_CHECKING:
     from criticalkv.services.analysis.subject import Subject
-    from criticalkv.services.bench.report import Report
+    from criticalkv.shared.report import Report
 
 Text = Annotated[
     Path, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Text to look at.")

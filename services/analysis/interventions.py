@@ -19,8 +19,8 @@ from criticalkv.services.analysis.sink_scores import shares, sink_scores
 from criticalkv.services.analysis.span import Span
 from criticalkv.services.analysis.strength import strength, token_strength
 from criticalkv.services.analysis.subject import Subject
-from criticalkv.services.bench.report import Report
 from criticalkv.shared.model.attention import LayerCall
+from criticalkv.shared.report import Report
 
 TOP = 10
 MEANING = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from criticalkv.services.bench.report import Report
+    from criticalkv.shared.report import Report
 
 Draw = Callable[[dict[str, Any], Path], list[Path]]
 """Draws a report's details and samples into a folder."""

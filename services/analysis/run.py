@@ -14,12 +14,12 @@ from criticalkv.services.analysis.findings import report_of
 from criticalkv.services.analysis.study import ANSWER_TOKENS, Study
 from criticalkv.services.analysis.texts import texts
 from criticalkv.services.analysis.variants import critical_of, varied
-from criticalkv.services.bench.report import Report
 from criticalkv.shared.config import Config, load_config
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.eviction.profile import Profiles
 from criticalkv.shared.model.loader import load_model
+from criticalkv.shared.report import Report
 
 VALUES: Mapping[str, tuple[str, ...]] = {
     "alpha": ("0", "0.25", "0.5", "0.75", "1"),

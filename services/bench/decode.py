@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 from criticalkv.kernels import ops
 from criticalkv.services.bench.copies import SALT, bench_identity, store_copies
-from criticalkv.services.bench.report import Report, median
 from criticalkv.services.bench.warm_turn import measure as measure_warm
 from criticalkv.services.decode.batch import BatchPlan, Member
 from criticalkv.services.decode.engine import DecodeEngine
@@ -51,6 +50,7 @@ from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.loader import LoadedModel, load_model
 from criticalkv.shared.model.prepack import prepack
+from criticalkv.shared.report import Report, median
 from criticalkv.shared.requests import DecodeEnd, DecodeRequest, PrefillRequest, Sampling
 
 TIERS = ("0.1", "0.2", "0.4", "1")

@@ -21,7 +21,6 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from criticalkv.services.bench.closeness import TIERS, Closeness, Table
 from criticalkv.services.bench.prefill_cost import measure as measure_cost
-from criticalkv.services.bench.report import Report
 from criticalkv.services.evaluation.case import Case
 from criticalkv.services.evaluation.needles import Needles
 from criticalkv.services.evaluation.news import news
@@ -30,6 +29,7 @@ from criticalkv.shared.config import Config
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy
 from criticalkv.shared.model.loader import load_model
+from criticalkv.shared.report import Report
 
 CONTEXT_TOKENS = 1500
 NEWS_TOKENS = 1000

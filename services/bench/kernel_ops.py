@@ -18,7 +18,7 @@ from torch import Tensor
 
 from criticalkv.kernels import ops
 from criticalkv.kernels.group_layout import ROWS, GroupLayout
-from criticalkv.services.bench.report import median
+from criticalkv.shared.report import median
 
 Call = Callable[[], Any]
 WINDOW, POOL, CHUNK, PAGE, TIERS = 32, 7, 256, 64, 8

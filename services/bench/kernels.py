@@ -18,12 +18,12 @@ from criticalkv.kernels.group_layout import ROWS
 from criticalkv.services.analysis.comparison import perturbation_lower_share
 from criticalkv.services.bench.codec import closeness
 from criticalkv.services.bench.kernel_ops import Shape, measure
-from criticalkv.services.bench.report import Report
 from criticalkv.services.evaluation.news import news
 from criticalkv.shared.cache.codec import BITS, layout_of
 from criticalkv.shared.cache.manifest import ITEMSIZE
 from criticalkv.shared.config import Config
 from criticalkv.shared.model.loader import LoadedModel, load_model
+from criticalkv.shared.report import Report
 
 MEANING = {
     "int8_bytes_ratio": "stored bytes of an int8 entry in whole groups, scales and positions "

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.progress import Progress
 
-from criticalkv.services.bench.report import median
 from criticalkv.services.local import LocalEngine
 from criticalkv.shared.malloc import trim_malloc
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.python_reference import python_reference
+from criticalkv.shared.report import median
 from criticalkv.shared.requests import PrefillResult
 
 POLICIES = (

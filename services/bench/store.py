@@ -12,8 +12,8 @@ from rich.progress import Progress
 from criticalkv.services.bench import cancelled_calls, store_path, store_recovery, store_replay
 from criticalkv.services.bench import store_stat as stat
 from criticalkv.services.bench.external_store import ExternalStore
-from criticalkv.services.bench.report import Report
 from criticalkv.services.bench.store_path import Case, Measured
+from criticalkv.shared.report import Report
 
 HEADLINE_MIB = 64
 MEANING = {

@@ -26,7 +26,6 @@ import xxhash
 
 from criticalkv.services.bench import peers
 from criticalkv.services.bench.process_cost import ProcessCost
-from criticalkv.services.bench.report import median
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.cache.manifest import MAX_SEGMENT_BYTES, Manifest, Segment
 from criticalkv.shared.cache.records import TokenRecord
@@ -34,6 +33,7 @@ from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.frames import encode_segment
 from criticalkv.shared.identity import Identity, tokens_digest
 from criticalkv.shared.malloc import tune_malloc
+from criticalkv.shared.report import median
 from criticalkv.shared.store_client import StoreClient
 
 HEAD_DIM = 64

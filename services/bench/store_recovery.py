@@ -16,8 +16,8 @@ from typing import Any
 
 from criticalkv.services.bench.cancelled_calls import running_calls
 from criticalkv.services.bench.external_store import ExternalStore, tiny_node
-from criticalkv.services.bench.report import median
 from criticalkv.shared.errors import CriticalKVError
+from criticalkv.shared.report import median
 from criticalkv.shared.store_client import StoreClient
 
 LIMIT_S = 60.0

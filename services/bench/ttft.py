@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from criticalkv.services.bench.report import Report, median
 from criticalkv.services.bench.store_path import measure as measure_store
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.services.prefill.engine import PrefillEngine
@@ -30,6 +29,7 @@ from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import Policy, codec_of
 from criticalkv.shared.identity import POLICY_DENSE, Identity, tenant_salt, tokens_digest
 from criticalkv.shared.model.loader import LoadedModel, load_model
+from criticalkv.shared.report import Report, median
 from criticalkv.shared.requests import (
     DecodeDelta,
     DecodeRequest,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from criticalkv.services.bench.copies import SALT, store_copies
-from criticalkv.services.bench.report import median
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.services.store.process import StoreProcess, start_store
 from criticalkv.shared.cache.ragged import RaggedCache
@@ -17,6 +16,7 @@ from criticalkv.shared.config import Config, DecodeConfig
 from criticalkv.shared.errors import CriticalKVError
 from criticalkv.shared.identity import NodeId
 from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.report import median
 from criticalkv.shared.requests import (
     DecodeDelta,
     DecodeEnd,

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from criticalkv.services.bench.report import Report
 from criticalkv.services.chaos import health
 from criticalkv.services.chaos.call import Caller
 from criticalkv.services.chaos.check import Findings, Verdict, check
@@ -32,6 +31,7 @@ from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.config import ModelConfig
 from criticalkv.shared.errors import CriticalKVError
 from criticalkv.shared.model.loader import load_model
+from criticalkv.shared.report import Report
 from criticalkv.shared.store_client import StoreClient
 
 CLIENTS = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from criticalkv.services.bench.report import Report
 from criticalkv.services.chaos.check import Findings
 from criticalkv.services.chaos.faults import MIN_PAUSE_S, STORE_PLACES, VICTIMS, WORKER_PLACES
+from criticalkv.shared.report import Report
 
 DEADLINE_S = 30.0
 MARGIN_S = 3.0

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from criticalkv.services.bench.report import Report
 from criticalkv.services.chaos.check import TEMPORARY, Finding, Findings
 from criticalkv.services.chaos.history import Event, Record, counted
 from criticalkv.services.chaos.limits import (
@@ -26,6 +25,7 @@ from criticalkv.services.chaos.limits import (
     compared,
 )
 from criticalkv.services.chaos.slope import Slope
+from criticalkv.shared.report import Report
 
 FULL_RUN = 10_000
 SHOWN = 50

@@ -9,8 +9,8 @@ import pytest
 from tiny_models import make_model
 
 from criticalkv.services.bench import ttft
-from criticalkv.services.bench.report import Report
 from criticalkv.shared.config import Config, ModelConfig
+from criticalkv.shared.report import Report
 
 
 def test_a_quick_run_fills_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

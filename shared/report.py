@@ -91,7 +91,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
