@@ -1,0 +1,1 @@
+"""Metrics, as the benchmarks' authors define them."""
