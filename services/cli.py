@@ -311,6 +311,50 @@ def eviction(
     _print(report)
 
 
+@bench.command(name="eval-sweep")
+def eval_sweep(
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
+        "eval-sweep.json"
+    ),
+    quick: Annotated[bool, typer.Option(help="Two short examples; not to be compared.")] = False,
+    threads: Annotated[int, typer.Option(help="Torch threads, for both sides.")] = 2,
+    kvpress_python: Annotated[
+        Path | None,
+        typer.Option(help="Interpreter of an environment with kvpress; without it, ours alone."),
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Spread over the tasks.")] = 8,
+    length: Annotated[int, typer.Option(metavar="TOKENS", help="Of each example.")] = 1024,
+    task: Annotated[list[str] | None, typer.Option(help="Of RULER; may be repeated.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Of those that both have; may be repeated.")
+    ] = None,
+    tiers: Annotated[str, typer.Option(help="Kept fractions.")] = "0.05,0.1,0.2,0.3,0.4,0.6",
+    data: Annotated[Path | None, typer.Option(help="Folder with inaugural.txt, optional.")] = None,
+    config: ConfigFile = None,
+    model: Model = None,
+) -> None:
+    """A sweep of policies and tiers over RULER: ours against kvpress' pipeline."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    from criticalkv.services.bench import eval_sweep as benchmark
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    report = benchmark.run(
+        settings,
+        quick=quick,
+        threads=threads,
+        kvpress_python=kvpress_python,
+        examples=examples,
+        length=length,
+        tasks=task or benchmark.TASKS,
+        policies=policy or benchmark.POLICIES,
+        tiers=tiers.split(","),
+        data=data,
+        so_far=lambda report: report.write(json),
+    )
+    report.write(json)
+    _print(report)
+
+
 def _print(report: Report) -> None:
     for key, value in report.headline.items():
         typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
