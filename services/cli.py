@@ -1,4 +1,4 @@
-"""The command line: `criticalkv serve | demo | store | profile | bench | analyze | chaos`.
+"""The command line: `criticalkv serve | demo | store | profile | bench | analyze | eval | chaos`.
 
 Reads configuration once, starts the parts in order and stops them in reverse. Imports
 what a command needs only inside it: torch and Ray take seconds.
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from criticalkv.services.analysis.command import app as analyze
-from criticalkv.services.analysis.options import ConfigFile, Model
+from criticalkv.services.bench import serve_options as load
+from criticalkv.services.evaluation.command import app as evaluate
 from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
+from criticalkv.shared.options import ConfigFile, Json, Model
 
 if TYPE_CHECKING:
     from criticalkv.shared.report import Report
@@ -36,6 +38,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Benchmarks: ratios of things run alternately.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(analyze, name="analyze")
+app.add_typer(evaluate, name="eval")
 
 PolicyName = Annotated[
     str | None, typer.Option(help="Eviction policy: scorer+allocator+selector, or an alias.")
@@ -353,6 +356,97 @@ def eval_sweep(
     )
     report.write(json)
     _print(report)
+
+
+@bench.command(name="serve")
+def bench_serve(
+    goodput: load.Goodput = None,
+    more_goodput: load.MoreGoodput = None,
+    json: Json = Path("serve.json"),
+    url: load.Url = None,
+    start: load.Start = False,
+    api_key: load.ApiKey = "local",
+    trace: load.Trace = None,
+    num: load.Num = 100,
+    length_scale: load.LengthScale = 1.0,
+    time_scale: load.TimeScale = 1.0,
+    request_rate: load.RequestRate = None,
+    skip_bad: load.SkipBad = False,
+    clients: load.Clients = 4,
+    turns: load.Turns = 4,
+    conversations: load.Conversations = 1,
+    documents: load.Documents = 2,
+    context_tokens: load.ContextTokens = 1024,
+    question_tokens: load.QuestionTokens = 16,
+    output_tokens: load.OutputTokens = 32,
+    think_time: load.ThinkTime = 0.0,
+    policy: PolicyName = None,
+    tier: load.Tier = None,
+    max_concurrency: load.MaxConcurrency = None,
+    seed: load.Seed = 0,
+    timeout: load.Timeout = 600.0,
+    config: ConfigFile = None,
+    model: Model = None,
+) -> None:
+    """Load on a running service: a request trace, or clients in closed loops."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    from criticalkv.services.bench import serve as benchmark
+
+    settings = load_config(_text(config), _given(model={"path": model}))
+    if trace is None and request_rate is not None:
+        raise ConfigError(
+            "--request-rate is of a --trace: clients in closed loops wait for answers"
+        )
+    closed = benchmark.Loop(
+        clients=clients,
+        turns=turns,
+        conversations=conversations,
+        documents=documents,
+        context_tokens=context_tokens,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        think_time_s=think_time,
+    )
+    replayed = trace and benchmark.Replay(
+        trace=trace,
+        num=num,
+        scale=benchmark.Scale(length_scale, time_scale),
+        request_rate=request_rate,
+        skip_bad=skip_bad,
+    )
+    options = benchmark.Options(
+        load=replayed or closed,
+        api_key=api_key,
+        policy=policy,
+        tier=tier,
+        max_concurrency=max_concurrency,
+        targets=benchmark.goodput_targets(goodput or (), more_goodput or ()),
+        seed=seed,
+        timeout_s=timeout,
+    )
+    measured = benchmark.Benchmark(settings.model, options)  # before anything is started
+    with _service(settings, url, start) as address:
+        report = measured.run(address)
+    report.write(json)
+    _print(report)
+    for code, count in report.details["errors"].items():
+        typer.echo(f"failed with {code}: {count}", err=True)
+    if report.details["interrupted"]:
+        raise typer.Exit(130)
+
+
+@contextmanager
+def _service(config: Config, url: str | None, start: bool) -> Iterator[str]:
+    """Yield the address of a service: a running one, or one that is started for this."""
+    if url is not None and start:
+        raise ConfigError("--url names a running service, --start starts one: give one of them")
+    if not start:
+        yield url or f"http://{config.gateway.host}:{config.gateway.port}"
+        return
+    from criticalkv.services.demo import beside_others
+
+    with running(beside_others(config)) as live:
+        yield f"http://{live.gateway.host}:{live.gateway.port}"
 
 
 def _print(report: Report) -> None:

@@ -115,6 +115,12 @@ class DecodeRequest(_Message):
         max_length=63,
         description="one more choice per seed, from the same prompt, which runs once",
     )
+    begun: int = Field(
+        default=0,
+        ge=0,
+        description="how many of the last `token_ids` begin the answer: its text goes on after "
+        "theirs",
+    )
     emitted: tuple[int, ...] = Field(
         default=(),
         description="what `sampled` of its deltas has told, by a worker that was lost: the "
@@ -127,6 +133,8 @@ class DecodeRequest(_Message):
             raise ValueError("a choice is continued by itself, without branch_seeds")
         if len(self.emitted) > self.sampling.max_tokens:
             raise ValueError("more tokens were emitted than max_tokens")
+        if self.begun > len(self.token_ids):
+            raise ValueError("more tokens begin the answer than there are")
         return self
 
 
@@ -152,6 +160,7 @@ class DecodeStart(_Message):
         default=(), description="the chain's view: the request's, or a lower one if room was short"
     )
     retained_fraction: float
+    kept_bytes: int = Field(default=0, description="of the chain's nodes at its view, as stored")
     store_ms: float = Field(description="spent in the store before the first forward")
     queue_ms: float = Field(default=0.0, description="waited for a slot and for room")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from criticalkv.services.analysis import intervene_command
-from criticalkv.services.analysis.options import ConfigFile, Json, Model, Plots, Threads
-from criticalkv.services.analysis.output import finish
+from criticalkv.shared.options import ConfigFile, Json, Model, Plots, Threads
+from criticalkv.shared.output import finish
 
 if TYPE_CHECKING:
     from criticalkv.shared.report import Report

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from criticalkv.services.analysis.options import ConfigFile, Json, Model, Plots, Threads
-from criticalkv.services.analysis.output import finish
 from criticalkv.services.analysis.span import Span
 from criticalkv.services.analysis.wanted import Wanted
+from criticalkv.shared.options import ConfigFile, Json, Model, Plots, Threads
+from criticalkv.shared.output import finish
 
 if TYPE_CHECKING:
     from criticalkv.services.analysis.subject import Subject

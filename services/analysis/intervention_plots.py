@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from criticalkv.services.analysis.plots import heat_maps, one_axis, saved
+from criticalkv.services.analysis.plots import heat_maps
+from criticalkv.shared.figures import one_axis, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,12 +5,13 @@ Made from the report alone, so that they can be drawn again from its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from criticalkv.shared.figures import file_name, one_axis, saved
+
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 QUERIES = "after"
@@ -29,25 +30,15 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
     return saved(_figures(report), folder)
 
 
-def saved(figures: Iterable[tuple[str, Figure]], folder: Path) -> list[Path]:
-    """Write figures by their names, PNG; return the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in figures:
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
-    return paths
-
-
 def _figures(report: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     details, samples = report["details"], report["samples"]
     for other, base in details["bases"].items():
-        yield f"reduction-{_file(other)}", _reductions(samples["actual_l1"], base, other)
+        yield f"reduction-{file_name(other)}", _reductions(samples["actual_l1"], base, other)
     for name, tiers in details["table"].items():
-        yield f"bounds-{_file(name)}", _bounds(tiers, name)
+        yield f"bounds-{file_name(name)}", _bounds(tiers, name)
     for key, what in (("sigma", "σ"), ("first_sigma", "first-stage σ")):
         for name, tiers in samples[key].items():
-            yield f"{key}-{_file(name)}", _masses(tiers, f"{what} of {name}")
+            yield f"{key}-{file_name(name)}", _masses(tiers, f"{what} of {name}")
     if "sweep" in details:
         yield f"sweep-{details['sweep']}", _sweep(details["table"], details["bases"])
 
@@ -113,15 +104,3 @@ def _sweep(table: dict[str, Any], bases: dict[str, str]) -> Figure:
     axis.set(ylabel=f"mean L1 perturbation ÷ that of {base}")
     axis.legend()
     return figure
-
-
-def one_axis() -> tuple[Axes, Figure]:
-    """Return an empty plot."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    return figure.subplots(), figure
-
-
-def _file(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-+=." else "_" for c in name)

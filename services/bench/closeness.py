@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from criticalkv.services.evaluation.case import Case
+from criticalkv.services.evaluation.forced import divergence
 from criticalkv.services.evaluation.statistics import Estimate
 from criticalkv.services.local.side_by_side import SideBySide, answer_logprobs, greedy
 from criticalkv.shared.cache.ragged import RaggedCache
@@ -132,8 +133,3 @@ class Closeness:
         self, caches: Sequence[RaggedCache], question: Sequence[int], answer: Sequence[int]
     ) -> Tensor:
         return answer_logprobs(self._model, caches, question, answer)
-
-
-def divergence(full: Tensor, other: Tensor) -> float:
-    """KL(full ‖ other) of log probabilities [tokens, vocab], mean over tokens, nats."""
-    return float((full.exp() * (full - other)).sum(-1).mean())

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from criticalkv.services.bench.closeness import divergence
 from criticalkv.services.decode.places import pages_needed
 from criticalkv.services.evaluation.case import question_ids
+from criticalkv.services.evaluation.forced import divergence
 from criticalkv.services.evaluation.needles import Needles
 from criticalkv.services.evaluation.news import news
 from criticalkv.services.evaluation.statistics import Estimate

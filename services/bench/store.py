@@ -13,6 +13,7 @@ from criticalkv.services.bench import cancelled_calls, store_path, store_recover
 from criticalkv.services.bench import store_stat as stat
 from criticalkv.services.bench.external_store import ExternalStore
 from criticalkv.services.bench.store_path import Case, Measured
+from criticalkv.services.bench.trace import MOONCAKE_FILE, read_blocks
 from criticalkv.shared.report import Report
 
 HEADLINE_MIB = 64
@@ -132,9 +133,9 @@ def _described(case: Case, found: Measured) -> dict[str, Any]:
 
 
 def _replay(report: Report, extent: Extent, data: Path | None) -> dict[str, Any]:
-    trace = store_replay.read_trace(data, extent.requests)
+    trace = read_blocks(data, extent.requests)
     if trace is None:
-        return {"reason": f"no {store_replay.FILE} in --data or CRITICALKV_DATA"}
+        return {"reason": f"no {MOONCAKE_FILE} in --data or CRITICALKV_DATA"}
     found = store_replay.measure(trace, extent.share)
     report.headline["hit_ratio_vs_lru"] = found["ratio"]
     return found

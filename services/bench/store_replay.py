@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import secrets
 import signal
@@ -22,13 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from criticalkv.services.bench.peers import child_environment
 from criticalkv.services.bench.store_path import identity_of
+from criticalkv.services.bench.trace import BLOCK_TOKENS
 from criticalkv.services.store.order import Order, RecencyOrder, ValueOrder
 from criticalkv.services.store.server import running
 from criticalkv.shared.cache.manifest import (
@@ -43,8 +42,6 @@ from criticalkv.shared.errors import CriticalKVError, NodeMissingError
 from criticalkv.shared.malloc import tune_malloc
 from criticalkv.shared.store_client import StoreClient
 
-FILE = "mooncake_conversation_first.jsonl"
-BLOCK_TOKENS = 512
 FACTOR = 16
 """A block of 512 tokens becomes one of 32."""
 TOKENS = BLOCK_TOKENS // FACTOR
@@ -77,21 +74,6 @@ class Outcome:
     def rate(self) -> float:
         """Hits per block wanted."""
         return self.hits / max(self.wanted, 1)
-
-
-def read_trace(data: Path | None, requests: int) -> list[list[int]] | None:
-    """Return the blocks of the first `requests` requests; None if there is no trace.
-
-    Args:
-        data: folder to look in before $CRITICALKV_DATA.
-    """
-    from criticalkv.services.evaluation.case import data_file  # which imports tokenizers
-
-    path = data_file(FILE, data)
-    if path is None:
-        return None
-    with path.open() as lines:
-        return [json.loads(line)["hash_ids"] for line, _ in zip(lines, range(requests))]  # noqa: B905
 
 
 def measure(trace: Sequence[Sequence[int]], share: float) -> dict[str, Any]:

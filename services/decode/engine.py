@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -167,7 +167,7 @@ class DecodeEngine:
             self._measuring.submit(self._guarded, sequence, lambda: self._measure(sequence))
         return sequence
 
-    def generate(self, request: DecodeRequest) -> Iterator[Event]:
+    def generate(self, request: DecodeRequest) -> Generator[Event, None, None]:
         """Run one request; leaving the iterator early cancels it.
 
         Raises:
@@ -540,6 +540,7 @@ class DecodeEngine:
             tier=chain.lowest_tier,
             view=chain.view,
             retained_fraction=chain.retained_fraction,
+            kept_bytes=chain.kept_bytes,
             store_ms=1e3 * spent.store_s,
             queue_ms=1e3 * spent.queue_s,
         )

@@ -56,6 +56,12 @@ class MeasuredChain:
         return sum(self._entries()) / full if full else 1.0
 
     @property
+    def kept_bytes(self) -> int:
+        """Stored bytes of the view."""
+        pairs = zip(self.manifests, self.view, strict=True)
+        return sum(m.tier_bytes()[m.tier_index(tier)] for m, tier in pairs)
+
+    @property
     def entries_per_head(self) -> int:
         """Entries of the view per head, rounded up from the mean."""
         if not self.manifests:

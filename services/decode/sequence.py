@@ -227,7 +227,9 @@ class Sequence:
         self.sampler.skip(at)
 
     def _fresh_text(self) -> TextStream:
-        return TextStream(self.model.tokenizer, self.request.sampling.stop)
+        prompt = self.request.token_ids
+        begun = prompt[len(prompt) - self.request.begun :]
+        return TextStream(self.model.tokenizer, self.request.sampling.stop, begun)
 
     def _add(self, token: int, logprob: Logprob | None, *, silent: bool) -> None:
         if token in self.model.spec.eos_token_ids and not self.request.sampling.ignore_eos:

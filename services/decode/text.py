@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
@@ -23,11 +24,23 @@ class StopMatch:
 
 
 class TextStream:
-    """Turns the tokens of one turn into text that may be shown."""
+    """Turns the tokens of one turn into text that may be shown.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+    Args:
+        tokenizer: of the model.
+        stop: strings that end the text.
+        before: tokens whose text this one goes on after. Without any, decoders like
+            SentencePiece's take the space before the first word away.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...],
+        before: Sequence[int] = (),
+    ) -> None:
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(list(before), skip_special_tokens=True)
         self._stop = stop
         self._text = ""
         self._shown = 0

@@ -43,19 +43,27 @@ def question_ids(chat: ChatTemplate, question: str, answer_prefix: str = "") -> 
     return [t for piece in pieces for t in piece.ids] + chat.encode_content(answer_prefix)
 
 
+def data_folder(folder: Path | None) -> Path | None:
+    """Return the folder of data files: `folder`, else what $CRITICALKV_DATA names.
+
+    Raises:
+        ConfigError: if one is named but is none.
+    """
+    named = folder or (Path(os.environ[ENVIRONMENT]) if os.environ.get(ENVIRONMENT) else None)
+    if named is not None and not named.is_dir():
+        raise ConfigError(f"{named} is no folder (--data, {ENVIRONMENT})", param="data")
+    return named
+
+
 def data_file(name: str, folder: Path | None) -> Path | None:
     """Find an optional data file in `folder`, or in $CRITICALKV_DATA.
 
     Raises:
         ConfigError: if the folder is named but is none.
     """
-    named = folder or (Path(os.environ[ENVIRONMENT]) if os.environ.get(ENVIRONMENT) else None)
-    if named is None:
-        return None
-    if not named.is_dir():
-        raise ConfigError(f"{named} is no folder (--data, {ENVIRONMENT})", param="data")
-    path = named / name
-    return path if path.is_file() else None
+    named = data_folder(folder)
+    path = named / name if named else None
+    return path if path and path.is_file() else None
 
 
 def shorten(sentences: Sequence[str], chat: ChatTemplate, tokens: int) -> list[str]:

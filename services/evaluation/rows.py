@@ -1,12 +1,14 @@
-"""Rows of a benchmark's own files, JSON lines; a bad one is named by its line."""
+"""Rows of a benchmark's own files, JSON lines or CSV; a bad one is named by its line."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import Path as ZipPath
 
 from pydantic import ValidationError
 
@@ -27,11 +29,11 @@ class Rows:
     skip_bad: bool = False
     tell: Callable[[str], object] = lambda _: None
 
-    def read(self, path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    def read(self, path: Path | ZipPath, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         """Yield what `parse` makes of each row.
 
         Args:
-            path: of the file; empty lines are no rows.
+            path: of the file, alone or in an archive; empty lines are no rows.
             parse: raises ValueError, KeyError or TypeError for a row that it cannot take.
 
         Raises:
@@ -45,6 +47,19 @@ class Rows:
                     yield parse(_object(line))
                 except (ValueError, KeyError, TypeError) as error:
                     self._refuse(f"{path.name}, line {number}: {_reason(error)}", error)
+
+    def read_csv(self, path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+        """Yield what `parse` makes of each row of a CSV file, a map by its first line.
+
+        The same as `read` otherwise.
+        """
+        with path.open(newline="", encoding="utf-8", errors="replace") as lines:
+            rows = csv.DictReader(lines)
+            for row in rows:
+                try:
+                    yield parse(row)
+                except (ValueError, KeyError, TypeError) as error:
+                    self._refuse(f"{path.name}, line {rows.line_num}: {_reason(error)}", error)
 
     def _refuse(self, what: str, error: Exception) -> None:
         if not self.skip_bad:

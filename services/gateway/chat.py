@@ -85,6 +85,26 @@ class Keeping:
     complete: Callable[[Metadata, str, DecodeEnd, dict[str, Any]], Metadata] | None = None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a turn answers.
+
+    Attributes:
+        prompt: to run.
+        transcript: of all before the answer.
+        prefix: text that the answer goes on after: its first words, told by the client.
+    """
+
+    prompt: Prompt
+    transcript: Transcript
+    prefix: str = ""
+
+    def said(self, text: str) -> Transcript:
+        """Return the transcript after an answer that goes on with `text`."""
+        answer = Message("assistant", (Part(self.prefix + text),))
+        return self.transcript.say(answer).close()
+
+
 class Chat:
     """Runs chat turns."""
 
@@ -114,14 +134,14 @@ class Chat:
         """
         core, received = self._core, time.perf_counter()
         core.check_model(request.model)
-        messages = [message.plain() for message in request.messages]
-        check_text_size(messages, core.template, core.model.max_positions)
+        everything = [message.plain() for message in request.messages]
+        check_text_size(everything, core.template, core.model.max_positions)
         base = base or await self._base(tenant, request)
-        prompt, transcript = await asyncio.to_thread(self._render, request, messages, base)
+        asked = await asyncio.to_thread(self._render, request, base)
         known = await self._known(tenant, handle) if is_retry else ()
         want = self._want(tenant, request, base, known)
-        plan = await self._plan(request, base, prompt, want, deadline)
-        turn = Turn(core, tenant, request, handle, base, want, transcript, received, keeping)
+        plan = await self._plan(request, base, asked.prompt, want, deadline)
+        turn = Turn(core, tenant, request, handle, base, want, asked, received, keeping)
         await turn.open(plan, deadline)
         core.swapper.refine(plan.provisional)  # not before: it would compete with the turn
         return turn
@@ -158,21 +178,30 @@ class Chat:
         handle = await core.resolve(tenant, ext.context_id)
         return base_after(tenant, ext, core.metadata(handle.metadata), handle)
 
-    def _render(
-        self, request: ChatRequest, messages: list[Message], base: Base
-    ) -> tuple[Prompt, Transcript]:
+    def _render(self, request: ChatRequest, base: Base) -> Asked:
         """Tokenize; runs in a thread."""
-        template, limits = self._core.template, self._core.config.gateway
+        messages, prefix = [message.plain() for message in request.asked], request.prefix
         transcripts = base.transcript.say_all(messages)
-        after = transcripts[-1]
-        if base.node_id is not None:
-            roles, is_open = base.transcript.roles, base.transcript.is_open
-            return flatten(template.continue_(roles, is_open, messages), template), after
+        if base.node_id is None:
+            prompt = self._resent(request, messages, transcripts)
+        else:
+            prompt = self._continued(base.transcript, messages)
+        begun = self._core.template.encode_content(prefix)
+        return Asked(prompt.begin(begun), [base.transcript, *transcripts][-1], prefix)
+
+    def _continued(self, before: Transcript, messages: list[Message]) -> Prompt:
+        template = self._core.template
+        return flatten(template.continue_(before.roles, before.is_open, messages), template)
+
+    def _resent(
+        self, request: ChatRequest, messages: list[Message], transcripts: list[Transcript]
+    ) -> Prompt:
+        template, limits = self._core.template, self._core.config.gateway
         if request.prompt_cache_options.mode == "implicit":
             messages = add_implicit(messages, template, limits.implicit_breakpoint_tokens)
         pieces = template.render(messages, add_generation_prompt=True)
         reusable = transcripts if template.incremental else []
-        return flatten(pieces, template, messages, reusable), after
+        return flatten(pieces, template, messages, reusable)
 
     def _want(
         self, tenant: Tenant, request: ChatRequest, base: Base, known: Collection[NodeId]
@@ -211,7 +240,7 @@ class Turn:
         handle: str,
         base: Base,
         want: Want,
-        transcript: Transcript,
+        asked: Asked,
         received: float,
         keeping: Keeping,
     ) -> None:
@@ -224,7 +253,7 @@ class Turn:
         self._request = request
         self._base = base
         self._want = want
-        self._transcript = transcript
+        self._asked = asked
         self._keeping = keeping
         self._pace = Pace(core.metrics, received)
         self._handles = [handle, *(core.new_handle("resp") for _ in range(request.n - 1))]
@@ -327,7 +356,7 @@ class Turn:
         if end.node_id is None or end.publish_error is not None:
             return end.publish_error or "the turn was not stored"
         text = "".join(self._texts[index])
-        after = self._transcript.say(Message("assistant", (Part(text),))).close()
+        after = self._asked.said(text)
         base = self._base
         metadata = self._core.describe(
             "turn", after, base.policy, base.salt, first_policy=base.first_policy or ""
@@ -395,6 +424,7 @@ class Turn:
             "codec": codec_named(policy),
             "tier": start.tier,
             "retained_fraction": start.retained_fraction,
+            "kept_bytes": start.kept_bytes,
             "bytes_pulled": start.bytes_pulled,
             "store_ms": start.store_ms,
             "queue_ms": start.queue_ms,
@@ -423,6 +453,8 @@ class Turn:
             tenant=self._tenant.digest,
             min_tier=extension.min_read_tier,
             branch_seeds=tuple(others),
+            # Prefill may have run some of the answer's first words.
+            begun=min(self._asked.prompt.begun, len(plan.token_ids)),
         )
 
     def _sampling(self, plan: Plan, seed: int) -> Sampling:

@@ -32,12 +32,18 @@ class Prompt:
         boundaries: offsets at which a breakpoint's node ends, ascending.
         content_starts: offsets at which a content part begins.
         answers: assistant messages, in order; empty when turns cannot be reused.
+        begun: how many of the last tokens begin the answer.
     """
 
     ids: tuple[int, ...]
     boundaries: tuple[int, ...]
     content_starts: tuple[int, ...]
     answers: tuple[Answer, ...] = ()
+    begun: int = 0
+
+    def begin(self, answer_ids: Sequence[int]) -> Prompt:
+        """Return the prompt with the first tokens of the answer at its end; no place to cut."""
+        return replace(self, ids=(*self.ids, *answer_ids), begun=len(answer_ids))
 
     def cut(self, start: int, pending: int, limit: int) -> int:
         """Return how much of a long suffix goes to prefill.

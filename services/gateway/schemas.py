@@ -299,6 +299,8 @@ class ChatRequest(Labels):
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     stop: list[str] = []
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -328,6 +330,32 @@ class ChatRequest(Labels):
         ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
+
+    @model_validator(mode="after")
+    def _continues_an_answer(self) -> Self:
+        if self.add_generation_prompt == self.continue_final_message:
+            both = "true" if self.continue_final_message else "false"
+            raise ValueError(f"add_generation_prompt and continue_final_message are both {both}")
+        if not self.continue_final_message:
+            return self
+        if self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs an assistant's message at the end")
+        if any(part.mark is not None for part in self.messages[-1].content):
+            raise ValueError("prompt_cache_breakpoint: none on the message that is continued")
+        if not self.asked and self.criticalkv.context_id is None:
+            raise ValueError("messages: nothing comes before the one that is continued")
+        return self
+
+    @property
+    def asked(self) -> list[ChatMessage]:
+        """The messages without the one that the answer continues, if there is one."""
+        return self.messages[:-1] if self.continue_final_message else self.messages
+
+    @property
+    def prefix(self) -> str:
+        """The text that the answer goes on after; as a rule none."""
+        last = self.messages[-1].content if self.continue_final_message else []
+        return "".join(part.text for part in last)
 
     @property
     def token_limit(self) -> int | None:

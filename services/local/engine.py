@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from decimal import Decimal
 from types import TracebackType
 from typing import Any
 
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.services.local.memory_store import MemoryStore
+from criticalkv.services.local.side_by_side import SideBySide
+from criticalkv.services.prefill.context_pass import ComputedContext
 from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.config import DecodeConfig, EvictionConfig, ModelConfig, PrefillConfig
@@ -48,12 +52,14 @@ class LocalNode:
         roles: message roles so far.
         is_open: whether the last message can still be added to.
         prefill: what compressing it cost; None for a turn.
+        salt: of its identity, and of all that continues from it.
     """
 
     node_id: str
     roles: tuple[str, ...]
     is_open: bool
     prefill: PrefillResult | None = None
+    salt: str = SALT
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class LocalEngine:
         decode: DecodeConfig | None = None,
     ) -> None:
         self.model = model
-        self.store: NodeStore = store or MemoryStore()
+        self.store: NodeStore = MemoryStore() if store is None else store
         self.prefill = PrefillEngine(
             model, self.store, PrefillConfig(), eviction or EvictionConfig()
         )
@@ -143,8 +149,88 @@ class LocalEngine:
         roles: tuple[str, ...] = (),
     ) -> LocalNode:
         """Compress raw tokens, alone or after `parent` read at `tier`."""
-        manifests = self._chain(parent)
-        view = self._view(parent, tier)
+        request = self._request(
+            token_ids,
+            policy,
+            canonical_tier(store_tier),
+            parent.salt if parent else SALT,
+            tuple(manifest.node_id for manifest in self._chain(parent)),
+            self._view(parent, tier),
+        )
+        result = self.prefill.run(request)
+        roles = (parent.roles if parent else ()) + roles
+        return LocalNode(request.node_id, roles, True, result, request.salt)
+
+    def compress_each(
+        self,
+        token_ids: Sequence[int],
+        policies: Iterable[str],
+        *,
+        store_tier: float | str = "1",
+        tiers: Iterable[float | str] = (),
+        roles: tuple[str, ...] = (),
+    ) -> dict[str, dict[str, LocalNode]]:
+        """Compress raw tokens under several policies; their forward runs once.
+
+        The full KV lives until all of them are compressed. A stepwise policy's KV is not
+        that of this forward: it runs one of its own.
+
+        Args:
+            token_ids: a context without ancestors.
+            policies: as in `compress`.
+            store_tier: highest kept fraction that can be asked for later.
+            tiers: kept fractions that will be asked for, up to any; instead of the configured
+                ones up to `store_tier`.
+            roles: of the messages so far.
+
+        Returns:
+            By policy, as it was given, and by tier: the node to read at that tier. It is one
+            node for all tiers, the one that `compress_tokens` makes, unless the policy's tiers
+            are not nested: then each tier is a node of its own. Dense and stepwise nodes have
+            one tier, "1".
+
+        Raises:
+            PolicyError, ContextLengthError: before anything is computed.
+        """
+        wanted = _ascending(tiers) or self.prefill.tiers_up_to(canonical_tier(store_tier))
+        each = dict.fromkeys(policies)
+        for policy in each:
+            self.prefill.check(policy, len(token_ids))
+        context = SideBySide(self.model, token_ids).computed
+        return {policy: self._every_tier(context, policy, wanted, roles) for policy in each}
+
+    def _every_tier(
+        self, context: ComputedContext, policy: str, tiers: tuple[str, ...], roles: tuple[str, ...]
+    ) -> dict[str, LocalNode]:
+        """Publish one policy's node, or nodes, of a context that has run."""
+
+        def node(tiers: tuple[str, ...], salt: str) -> LocalNode:
+            request = self._request(context.token_ids, policy, tiers[-1], salt)
+            result = self.prefill.run(request, context=context, tiers=tiers)
+            return LocalNode(request.node_id, roles, True, result, salt)
+
+        # With the configured ones, whichever are asked for: the same bytes every time.
+        top = node(_ascending({*tiers, *self.prefill.tiers_up_to(tiers[-1])}), SALT)
+        assert top.prefill is not None
+        stored = top.prefill.tiers
+        if policy == POLICY_DENSE or Policy.parse(policy).is_stepwise:
+            return dict.fromkeys(stored, top)
+        # What is stored up to is not identity: two of them under one salt would be one node.
+        return {
+            tier: top if tier in stored else node((tier,), tenant_salt("local", tier))
+            for tier in tiers
+        }
+
+    def _request(
+        self,
+        token_ids: Sequence[int],
+        policy: str,
+        store_tier: str,
+        salt: str,
+        ancestors: tuple[str, ...] = (),
+        view: tuple[str, ...] = (),
+    ) -> PrefillRequest:
+        """Describe a node."""
         spec = self.model.spec
         name = policy if policy == POLICY_DENSE else Policy.parse(policy).canonical()
         identity = Identity(
@@ -153,23 +239,20 @@ class LocalEngine:
             dtype=spec.dtype,
             codec=codec_of(name),
             policy=name,
-            salt=SALT,
-            parent=parent.node_id if parent else None,
+            salt=salt,
+            parent=ancestors[-1] if ancestors else None,
             view=view,
             tokens=tokens_digest(token_ids),
         )
-        result = self.prefill.run(
-            PrefillRequest(
-                node_id=identity.node_id,
-                token_ids=tuple(token_ids),
-                policy=name,
-                store_tier=canonical_tier(store_tier),
-                salt=SALT,
-                ancestors=tuple(m.node_id for m in manifests),
-                view=view,
-            )
+        return PrefillRequest(
+            node_id=identity.node_id,
+            token_ids=tuple(token_ids),
+            policy=name,
+            store_tier=store_tier,
+            salt=salt,
+            ancestors=ancestors,
+            view=view,
         )
-        return LocalNode(identity.node_id, (parent.roles if parent else ()) + roles, True, result)
 
     def ask(
         self,
@@ -253,29 +336,53 @@ class LocalEngine:
         max_tokens: int = 256,
         policy: str = POLICY_DENSE,
         roles: tuple[str, ...] = (),
+        keep: bool = True,
+        deadline_s: float = 600.0,
+        check: Callable[[], None] = lambda: None,
+        begun: int = 0,
         **sampling: Any,
     ) -> LocalTurn:
-        """Run raw tokens after `parent` (its pending ids included by the caller)."""
+        """Run raw tokens after `parent` (its pending ids included by the caller).
+
+        Args:
+            parent: a context or an earlier turn; None starts afresh.
+            token_ids: new ones.
+            tier: kept fraction to read at; None = the highest stored.
+            max_tokens: most tokens to generate.
+            policy: of the turn's own entries, as in `ask`.
+            roles: of the conversation's messages after this turn.
+            keep: whether to store the turn; if not, its `node_id` is "" and nothing
+                continues from it.
+            deadline_s: longest time until it has ended.
+            check: called for each token; may raise to stop.
+            begun: how many of the last ids begin the answer: its text goes on after theirs.
+            **sampling: further fields of Sampling; greedy by default.
+        """
+        salt = parent.salt if parent else SALT
         request = DecodeRequest(
             request_id=secrets.token_hex(8),
             parent=parent.node_id if parent else None,
             view=self._view(parent, tier),
             token_ids=tuple(token_ids),
-            salt=SALT,
+            salt=salt,
             sampling=Sampling(max_tokens=max_tokens, **sampling),
             policy=canonical_turn_policy(policy),
+            publish=keep,
+            deadline_s=deadline_s,
+            begun=begun,
         )
-        events = list(self.decode.generate(request))
+        events = self._events(request, check)
         start, end = events[0], events[-1]
         assert isinstance(start, DecodeStart)
         assert isinstance(end, DecodeEnd)
-        if end.node_id is None:
+        if keep and end.node_id is None:
             raise InvalidRequestError(f"the turn was not kept: {end.publish_error}")
         deltas = tuple(e for e in events if isinstance(e, DecodeDelta))
         return LocalTurn(
-            end.node_id,
+            end.node_id or "",
             roles,
             False,
+            salt=salt,
             text="".join(d.text for d in deltas),
             token_ids=tuple(t for d in deltas for t in d.token_ids),
             finish_reason=end.finish_reason,
@@ -283,6 +390,17 @@ class LocalEngine:
             end=end,
             deltas=deltas,
         )
+
+    def _events(
+        self, request: DecodeRequest, check: Callable[[], None]
+    ) -> list[DecodeStart | DecodeDelta | DecodeEnd]:
+        events = []
+        # Closed at once, also while an error's traceback still refers to it.
+        with closing(self.decode.generate(request)) as running:
+            for event in running:
+                check()
+                events.append(event)
+        return events
 
     def manifest(self, node: LocalNode) -> Manifest:
         """Return a node's manifest: tiers, bytes, lengths per head."""
@@ -299,3 +417,7 @@ class LocalEngine:
         last = self.manifest(leaf)
         above = [LocalNode(node_id, (), False) for node_id in last.ancestors]
         return [*(self.manifest(node) for node in above), last]
+
+
+def _ascending(tiers: Iterable[float | str]) -> tuple[str, ...]:
+    return tuple(sorted(set(map(canonical_tier, tiers)), key=Decimal))

@@ -82,6 +82,15 @@ class MemoryStore:
         with self._lock:
             self._nodes.pop(node_id, None)
 
+    def clear(self) -> None:
+        """Forget all nodes."""
+        with self._lock:
+            self._nodes.clear()
+
+    def __len__(self) -> int:
+        """How many nodes there are."""
+        return len(self._nodes)
+
     def publish(self, node_id: NodeId, manifest: Manifest, segments: list[bytearray]) -> bool:
         """Make a node visible; a higher top tier replaces, otherwise the first wins."""
         if manifest.node_id != node_id or len(segments) != len(manifest.segments):

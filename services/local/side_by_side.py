@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from criticalkv.services.prefill.context_pass import ContextPass, LayerPass
+from criticalkv.services.prefill.context_pass import ComputedContext, ContextPass, LayerPass
 from criticalkv.services.prefill.kvpress_replay import replay_pass_of
 from criticalkv.services.prefill.own_scores import OwnScores, evictable_layers, own_scores
 from criticalkv.services.prefill.spooled_layer import SpooledLayer
@@ -66,6 +66,11 @@ class SideBySide:
     def layers(self) -> Sequence[LayerPass]:
         """What each layer's forward computed, in order."""
         return self._layers
+
+    @property
+    def computed(self) -> ComputedContext:
+        """What the prefill engine publishes nodes of, without another forward."""
+        return ComputedContext(self._ids, tuple(self._layers), self.forward_s)
 
     def compress(
         self, policy: Policy, tiers: Sequence[str], profile: Profile | None = None

@@ -31,6 +31,21 @@ class LayerPass:
     prefix: RaggedLayer
 
 
+@dataclass(frozen=True)
+class ComputedContext:
+    """A root context whose forward has run, with all that every scorer may need.
+
+    Attributes:
+        token_ids: that ran, from position 0 on.
+        layers: of all decoder layers, in order.
+        forward_s: seconds of the forward.
+    """
+
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerPass, ...]
+    forward_s: float
+
+
 class LayerSink(Protocol):
     """Takes layers as they are done; may block to send."""
 
@@ -61,8 +76,17 @@ class ContextPass:
         self._check()
         prefix = self._chain.layer(call.layer, self._model.spec, self._model.device)
         out = attend_ragged(call, prefix, call.key, call.value, self._chain.next_position)
+        self._done(LayerPass(call, out, prefix))
+        return out
+
+    def repeat(self, context: ComputedContext) -> None:
+        """Hand over what a forward has computed before, instead of running it again."""
+        for layer in context.layers:
+            self._check()
+            self._done(layer)
+
+    def _done(self, layer: LayerPass) -> None:
         started = time.perf_counter()
-        self._sink.take(LayerPass(call, out, prefix))
+        self._sink.take(layer)
         self.sink_s += time.perf_counter() - started
         hit("prefill.layer")
-        return out

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from criticalkv.services.prefill.codec_probe import CodecProbe
-from criticalkv.services.prefill.context_pass import ContextPass
+from criticalkv.services.prefill.context_pass import ComputedContext, ContextPass
 from criticalkv.services.prefill.kvpress_replay import replay_pass_of
 from criticalkv.services.prefill.priority import Priority
 from criticalkv.services.prefill.sinks import Sink, SpoolingSink, StreamingSink
@@ -36,7 +36,7 @@ from criticalkv.shared.errors import (
     InvalidRequestError,
 )
 from criticalkv.shared.eviction.canary import Canary
-from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.eviction.policy import Policy, codec_of
 from criticalkv.shared.eviction.profile import Profiles
 from criticalkv.shared.eviction.scorers.replay import held_bytes
 from criticalkv.shared.identity import CODEC_RAW, POLICY_DENSE, Identity, tokens_digest
@@ -73,7 +73,12 @@ class PrefillEngine:
         )
 
     def run(
-        self, request: PrefillRequest, cancelled: threading.Event | None = None
+        self,
+        request: PrefillRequest,
+        cancelled: threading.Event | None = None,
+        *,
+        context: ComputedContext | None = None,
+        tiers: Sequence[str] = (),
     ) -> PrefillResult:
         """Publish the node that a request describes.
 
@@ -83,6 +88,9 @@ class PrefillEngine:
         Args:
             request: tokens, policy, ancestors and the view to read them at.
             cancelled: set it to stop; the prefill ends before its next layer.
+            context: the request's tokens, without ancestors, whose forward has run: it does
+                not run again, unless the policy is stepwise and needs its own.
+            tiers: ascending, the last is `store_tier`; stored instead of the configured ones.
 
         Raises:
             NodeMissingError: if an ancestor is gone.
@@ -92,7 +100,7 @@ class PrefillEngine:
             InvalidRequestError: if the request does not describe `request.node_id`.
             PolicyError: if the policy names a profile that is missing or of another model.
         """
-        prefill = _Prefill(self, request, cancelled or threading.Event())
+        prefill = _Prefill(self, request, cancelled or threading.Event(), context, tiers)
         if request.background:
             return prefill.run()
         with self._priority.foreground():
@@ -117,6 +125,26 @@ class PrefillEngine:
         waiting, tokens = self._waiting.numbers()
         return {"waiting": waiting, "waiting_tokens": tokens}
 
+    def check(self, policy: str, end: int = 0) -> None:
+        """Refuse what cannot be compressed here, before anything is computed.
+
+        Args:
+            policy: in textual form, or "dense".
+            end: position after the context's last token.
+
+        Raises:
+            PolicyError: if it does not fit the model, or its profile cannot be read.
+            ContextLengthError: if nothing could be added to the context.
+        """
+        self._check_length(end)
+        checked_layout(codec_of(policy), self._model.spec.head_dim)
+        self._profiles.of(None if policy == POLICY_DENSE else Policy.parse(policy))
+
+    def _check_length(self, end: int) -> None:
+        limit = self._model.spec.max_positions
+        if end >= limit:
+            raise ContextLengthError(f"the context has {end} tokens; the model's limit is {limit}")
+
     def tiers_up_to(self, store_tier: str) -> tuple[str, ...]:
         """Return the configured tiers below `store_tier`, then itself."""
         below = [t for t in self._eviction.tiers if Decimal(t) < Decimal(store_tier)]
@@ -127,7 +155,12 @@ class _Prefill:
     """One request on its way through the engine."""
 
     def __init__(
-        self, engine: PrefillEngine, request: PrefillRequest, cancelled: threading.Event
+        self,
+        engine: PrefillEngine,
+        request: PrefillRequest,
+        cancelled: threading.Event,
+        context: ComputedContext | None,
+        tiers: Sequence[str],
     ) -> None:
         self._engine = engine
         self._model = engine._model
@@ -136,7 +169,8 @@ class _Prefill:
         self._deadline = time.monotonic() + request.deadline_s
         dense = request.policy == POLICY_DENSE
         self._policy = None if dense else Policy.parse(request.policy)
-        self._tiers = ("1",) if dense else engine.tiers_up_to(request.store_tier)
+        self._tiers = ("1",) if dense else tuple(tiers) or engine.tiers_up_to(request.store_tier)
+        self._context = context
         self._identity = self._make_identity()
         checked_layout(self._identity.codec, self._model.spec.head_dim)
         self._profile = engine._profiles.of(self._policy)
@@ -152,7 +186,7 @@ class _Prefill:
             view=request.view,
             check=self._check,
         )
-        self._check_length(chain)
+        self._engine._check_length(chain.next_position + len(request.token_ids))
         with ExitStack() as stack:
             publisher = NodePublisher(
                 self._engine._store,
@@ -236,7 +270,10 @@ class _Prefill:
         return self._commit(publisher, chain, sink, forward_s, scoring_s, started)
 
     def _forward(self, plan: ContextPass) -> tuple[float, float]:
-        """Run the context; return seconds of forward and of scoring."""
+        """Run the context, unless it has run; return seconds of forward and of scoring."""
+        if self._context is not None:
+            plan.repeat(self._context)
+            return self._context.forward_s, plan.sink_s
         started = time.perf_counter()
         device = self._model.device
         tokens = torch.tensor(self._request.token_ids, device=device)
@@ -340,13 +377,10 @@ class _Prefill:
                 "model, tokenizer, dtype or policy",
                 param="node_id",
             )
+        context = self._context
+        if context and (request.ancestors or context.token_ids != request.token_ids):
+            raise InvalidRequestError("the request is not about the context that has run")
         return identity
-
-    def _check_length(self, chain: Chain) -> None:
-        end = chain.next_position + len(self._request.token_ids)
-        limit = self._model.spec.max_positions
-        if end >= limit:
-            raise ContextLengthError(f"the context has {end} tokens; the model's limit is {limit}")
 
     def _full_bytes(self) -> int:
         """What waits on the host for every layer's scores: full KV, and a replay's sums."""

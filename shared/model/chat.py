@@ -135,14 +135,14 @@ class ChatTemplate:
             is_open: whether the conversation ends right after the last text, instead
                 of after the closing tokens. New user text after an open user message
                 belongs to that message, after a joiner.
-            messages: the new ones; a generation prompt follows.
+            messages: the new ones, or none; a generation prompt follows.
 
         Raises:
             InvalidRequestError: if the template refuses the new messages, or moves
                 them before the old ones.
         """
         old = [Message(role, (Part(""),)) for role in roles]
-        merge = is_open and bool(roles) and roles[-1] == messages[0].role == "user"
+        merge = is_open and bool(roles and messages) and roles[-1] == messages[0].role == "user"
         if merge:
             joined = (*old[-1].parts, Part(JOINER), *messages[0].parts)
             full = [*old[:-1], Message("user", joined), *messages[1:]]
@@ -167,6 +167,10 @@ class ChatTemplate:
     def encode_content(self, text: str) -> list[int]:
         """Return the ids of plain text; special tokens' names in it stay text."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def content_offsets(self, text: str) -> list[tuple[int, int]]:
+        """Return the characters [start, end) of each id of `encode_content`."""
+        return list(self._plain.encode(text, add_special_tokens=False).offsets)
 
     def encode_template(self, text: str) -> list[int]:
         """Return the ids of template text, special tokens parsed."""

@@ -67,7 +67,7 @@ class SmallPool:
         store: NodeStore | None = None,
     ) -> None:
         self.spec = spec or spec_of()
-        self.store = store or MemoryStore()
+        self.store = MemoryStore() if store is None else store
         itemsize = TORCH_DTYPE[self.spec.dtype].itemsize
         page_bytes = page_size * (2 * itemsize * self.spec.head_dim + 4)
         self.pages = Pages(self.spec, torch.device("cpu"), total * page_bytes, page_size)

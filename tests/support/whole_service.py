@@ -85,11 +85,17 @@ class Service:
     """A running gateway, and what tests ask of it."""
 
     def __init__(
-        self, model: LoadedModel, process: StoreProcess, eviction: EvictionConfig | None = None
+        self,
+        model: LoadedModel,
+        process: StoreProcess,
+        eviction: EvictionConfig | None = None,
+        decode_max_suffix_tokens: int = 100,
     ) -> None:
         config = Config(
             eviction=eviction or EvictionConfig(),
-            gateway=GatewayConfig(implicit_breakpoint_tokens=200, decode_max_suffix_tokens=100),
+            gateway=GatewayConfig(
+                implicit_breakpoint_tokens=200, decode_max_suffix_tokens=decode_max_suffix_tokens
+            ),
             decode=DecodeConfig(max_num_seqs=4),
         )
         self.workers = EngineWorkers(model, process, config)
@@ -103,9 +109,8 @@ class Service:
             time.sleep(0.01)
         port = self._server.servers[0].sockets[0].getsockname()[1]
         self.model = model.spec.name
-        self.client = OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
-        )
+        self.url = f"http://127.0.0.1:{port}/v1"
+        self.client = OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 
     def close(self) -> None:
         self._server.should_exit = True

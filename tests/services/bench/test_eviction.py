@@ -10,7 +10,8 @@ import torch
 from tiny_models import make_model
 
 from criticalkv.services.bench import eviction, prefill_cost
-from criticalkv.services.bench.closeness import TIERS, Closeness, Table, divergence
+from criticalkv.services.bench.closeness import TIERS, Closeness, Table
+from criticalkv.services.evaluation.forced import divergence
 from criticalkv.shared.config import Config, EvictionConfig, ModelConfig
 from criticalkv.shared.errors import ConfigError, PolicyError
 

@@ -9,6 +9,7 @@ import pytest
 from criticalkv.services.bench import store, store_replay
 from criticalkv.services.bench.store import Extent
 from criticalkv.services.bench.store_path import KINDS, Case
+from criticalkv.services.bench.trace import BLOCK_TOKENS, MOONCAKE_FILE, read_blocks
 from criticalkv.shared.errors import ConfigError
 
 
@@ -49,11 +50,19 @@ def test_replay_counts_what_is_read_in_a_row_at_a_good_tier(tmp_path):
     # The second request finds the first one's blocks; the fourth one's root is evicted
     # by nobody, so all of it is there.
     lines = [[1, 2, 3], [1, 2, 3, 4], [5], [1, 2, 9]]
-    text = "\n".join(json.dumps({"hash_ids": blocks}) for blocks in lines)
-    (tmp_path / store_replay.FILE).write_text(text)
-    trace = store_replay.read_trace(tmp_path, 10)
-    assert trace == lines
-    assert store_replay.read_trace(tmp_path, 2) == lines[:2]
+    rows = [
+        {
+            "timestamp": at,
+            "input_length": BLOCK_TOKENS * len(blocks),
+            "output_length": 1,
+            "hash_ids": blocks,
+        }
+        for at, blocks in enumerate(lines)
+    ]
+    (tmp_path / MOONCAKE_FILE).write_text("\n".join(map(json.dumps, rows)))
+    trace = read_blocks(tmp_path, 10)
+    assert trace == list(map(tuple, lines))
+    assert read_blocks(tmp_path, 2) == trace[:2]
     found = store_replay.measure(trace, share=50.0)  # far more room than needed
     for order in store_replay.ORDERS:
         assert found[order]["wanted"] == 11
@@ -72,4 +81,4 @@ def test_replay_under_pressure_shrinks_by_value_and_evicts_by_lru():
 
 def test_missing_folder_is_told(tmp_path):
     with pytest.raises(ConfigError, match="no folder"):
-        store_replay.read_trace(tmp_path / "none", 1)
+        read_blocks(tmp_path / "none", 1)

@@ -89,11 +89,14 @@ def test_measuring_reads_manifests_only() -> None:
     assert (chain.view, chain.next_position) == (("0.5", "1"), pool.leaf.next_position)
     assert (chain.lowest_tier, chain.entries_per_head) == ("0.5", -(-(15 + 18) // 6))
     assert chain.retained_fraction == (15 + 18) / (6 * (9 + 3))
+    entry = pool.leaf.tier_bytes()[0] // 18
+    assert chain.kept_bytes == (15 + 18) * entry
     assert pool.opener.pages_at_least(chain) == MID_PAGES + LEAF_PAGES
     assert len(pool.counting.opened) == 2
     assert (pool.counting.segments, pool.used) == ([], 0)
     empty = pool.opener.measure(None, SALT, (), lambda: None)
     assert (empty.ids, empty.next_position, empty.lowest_tier) == ((), 0, "1")
+    assert empty.kept_bytes == 0
 
 
 @pytest.mark.parametrize("is_held", [False, True])

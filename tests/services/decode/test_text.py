@@ -7,9 +7,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
+from criticalkv.services.decode.sampling import Sampler
 from criticalkv.services.decode.text import StopMatch, TextStream
+from criticalkv.services.local import LocalEngine
 from criticalkv.shared.model.loader import LoadedModel
 
 
@@ -129,6 +132,24 @@ def multi_tokenizer() -> PreTrainedTokenizerBase:
     backend = Tokenizer(WordLevel(vocab, unk_token="qux"))
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize(("begun", "text"), [(0, " "), (1, "  "), (3, "  ")])
+def test_text_goes_on_after_an_answer_that_was_begun(
+    tiny_model: Callable[..., LoadedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    begun: int,
+    text: str,
+) -> None:
+    """SentencePiece's decoders take away the first space of a text, and only that."""
+    model = tiny_model()
+    [space] = model.tokenizer.encode(" ")
+    backend = model.tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    monkeypatch.setattr(Sampler, "pick", lambda *_: space)
+    with LocalEngine(model) as local:
+        turn = local.generate(None, model.tokenizer.encode("abc"), begun=begun, max_tokens=2)
+    assert (turn.token_ids, turn.text) == ((space, space), text)
 
 
 def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:

@@ -30,8 +30,9 @@ def test_answer_has_openais_shape_and_our_extension(gateway: Any) -> None:
     extension = answer.model_extra["criticalkv"]
     assert extension["handle"] == answer.id
     assert set(extension) == {
-        "handle", "node_id", "policy", "codec", "tier", "retained_fraction", "bytes_pulled",
-        "store_ms", "prefill_ms", "scoring_ms", "replica", "published", "ttft_ms", "queue_ms",
+        "handle", "node_id", "policy", "codec", "tier", "retained_fraction", "kept_bytes",
+        "bytes_pulled", "store_ms", "prefill_ms", "scoring_ms", "replica", "published",
+        "ttft_ms", "queue_ms",
     }  # fmt: skip
     assert extension["published"] is True
     assert extension["tier"] == "0.4"

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 GOOD = [{"role": "user", "content": "why?"}]
+SAID = {"role": "assistant", "content": "so"}
+GO_ON = {"add_generation_prompt": False, "continue_final_message": True}
 PART = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
 
 CASES: list[tuple[dict[str, Any], str, str]] = [
@@ -84,6 +86,17 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"audio": {"voice": "x"}}, "audio", "unsupported_field"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_field"),
     ({"best_of": 3}, "best_of", "invalid_request"),
+    ({"continue_final_message": True}, "add_generation_prompt", "invalid_request"),
+    ({"messages": [*GOOD, SAID], **GO_ON, "add_generation_prompt": True}, "add_generation_prompt",
+     "invalid_request"),
+    ({"messages": [*GOOD, SAID], "add_generation_prompt": False}, "add_generation_prompt",
+     "invalid_request"),
+    (GO_ON, "continue_final_message", "invalid_request"),
+    ({"messages": [SAID], **GO_ON}, "messages", "invalid_request"),
+    ({"messages": [*GOOD, {**SAID, "content": [PART]}], **GO_ON}, "prompt_cache_breakpoint",
+     "invalid_request"),
+    ({"messages": [*GOOD, SAID], **GO_ON, "continue_final_message": "yes"},
+     "continue_final_message", "invalid_request"),
 ]  # fmt: skip
 
 

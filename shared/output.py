@@ -21,10 +21,11 @@ def finish(report: Report, json: Path, plots: Path | None, draw: Draw) -> None:
     for key, value in report.headline.items():
         typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
     if plots is not None:
-        _draw(report, plots, draw)
+        draw_plots(report, plots, draw)
 
 
-def _draw(report: Report, folder: Path, draw: Draw) -> None:
+def draw_plots(report: Report, folder: Path, draw: Draw) -> None:
+    """Draw a report, or say what is missing for it."""
     try:
         count = len(draw({"details": report.details, "samples": report.samples}, folder))
     except ImportError:
