@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from criticalkv.shared.errors import ConfigError
 
 
-def package(name: str) -> Any:
-    """Import a package of the extra `eval`.
+@contextmanager
+def of_extra(name: str) -> Iterator[None]:
+    """Import a package of the extra `eval` inside.
 
     Raises:
         ConfigError: if it is not installed; says how to.
     """
     try:
-        return import_module(name)
+        yield
     except ImportError as error:
         raise ConfigError(
-            f"this metric needs the package {name.partition('.')[0]}: "
-            "pip install 'criticalkv[eval]'"
+            f"this metric needs the package {name}: pip install 'criticalkv[eval]'"
         ) from error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from criticalkv.services.evaluation.example import Question
 from criticalkv.services.evaluation.metrics.answer_match import answer_match
 from criticalkv.services.evaluation.metrics.classification import classification
-from criticalkv.services.evaluation.metrics.code import code_similarity
+from criticalkv.services.evaluation.metrics.code_line import code_similarity
 from criticalkv.services.evaluation.metrics.count import count
 from criticalkv.services.evaluation.metrics.first_line import first_line
 from criticalkv.services.evaluation.metrics.kv_match import kv_match

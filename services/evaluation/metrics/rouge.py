@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from criticalkv.services.evaluation.example import Question
-from criticalkv.services.evaluation.metrics.package import package
+from criticalkv.services.evaluation.metrics.package import of_extra
 from criticalkv.services.evaluation.metrics.references import closest
 
 
@@ -24,7 +24,9 @@ def rouge_l(text: str, question: Question) -> float:
 
 
 def _f1(text: str, reference: str) -> float:
-    rouge = package("rouge").Rouge(metrics=["rouge-l"], stats=["f"])
+    with of_extra("rouge"):
+        from rouge import Rouge
+    rouge = Rouge(metrics=["rouge-l"], stats=["f"])
     try:
         return float(rouge.get_scores([text], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):

@@ -48,7 +48,7 @@ class Units:
     length=st.integers(100, 4000),
     wrong=st.floats(0.6, 1.9),
 )
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_most_that_fits(sizes: list[int], length: int, wrong: float) -> None:
     units = Units(sizes)
     example = fit(units.example, CHAT, length, units.endless(wrong))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from criticalkv.services.evaluation.example import Question
-from criticalkv.services.evaluation.metrics.package import package
+from criticalkv.services.evaluation.metrics.package import of_extra
 from criticalkv.services.evaluation.metrics.references import closest
 
 _NO_CODE = ("`", "#", "//")
@@ -28,4 +28,6 @@ def _first_code_line(text: str) -> str:
 
 
 def _similarity(line: str, reference: str) -> float:
-    return round(float(package("rapidfuzz.fuzz").ratio(line, reference))) / 100
+    with of_extra("rapidfuzz"):
+        from rapidfuzz import fuzz
+    return round(fuzz.ratio(line, reference)) / 100
