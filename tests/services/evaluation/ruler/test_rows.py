@@ -129,6 +129,11 @@ BAD = {
         "input": f"{VT['input']} Answer: According to the chain(s) of variable assignment in the "
         "text above, 1 variables are assgined the value 12345, they are: "
     },
+    "text behind": VT
+    | {
+        "input": f"{VT['input']} Answer: According to the chain(s) of variable assignment in the "
+        "text above, 1 variables are assgined the value 12345, they are: ABCDE"
+    },
     "index twice": VT | {"index": 1},
 }
 
