@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,9 +24,7 @@ from criticalkv.services.evaluation.command import app as evaluate
 from criticalkv.shared.config import Config, load_config, placed
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 from criticalkv.shared.options import ConfigFile, Json, Model
-
-if TYPE_CHECKING:
-    from criticalkv.shared.report import Report
+from criticalkv.shared.output import finish
 
 app = typer.Typer(
     help="Compute a long context once, keep its critical KV entries, decode from them anywhere.",
@@ -136,9 +134,7 @@ def profile(
 
 @app.command()
 def chaos(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
-        "chaos.json"
-    ),
+    json: Json = Path("chaos.json"),
     requests: Annotated[
         int | None, typer.Option(min=1, help="In all; 10,000 if --seconds is not given.")
     ] = None,
@@ -178,8 +174,7 @@ def chaos(
         folder=history,
     )
     outcome = command.run(options)
-    outcome.report.write(json)
-    _print(outcome.report)
+    finish(outcome.report, json)
     for line in outcome.broken:
         typer.echo(f"broken: {line}", err=True)
     if outcome.broken:
@@ -188,9 +183,7 @@ def chaos(
 
 @bench.command()
 def ttft(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
-        "ttft.json"
-    ),
+    json: Json = Path("ttft.json"),
     quick: Annotated[bool, typer.Option(help="One short context; not to be compared.")] = False,
     threads: Annotated[int, typer.Option(help="Torch threads, for both sides.")] = 2,
     config: ConfigFile = None,
@@ -202,15 +195,12 @@ def ttft(
 
     settings = load_config(_text(config), _given(model={"path": model}))
     report = benchmark.run(settings, quick=quick, threads=threads)
-    report.write(json)
-    _print(report)
+    finish(report, json)
 
 
 @bench.command()
 def decode(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
-        "decode.json"
-    ),
+    json: Json = Path("decode.json"),
     quick: Annotated[bool, typer.Option(help="Short contexts; not to be compared.")] = False,
     threads: Annotated[int, typer.Option(help="Torch threads, for all sides.")] = 2,
     config: ConfigFile = None,
@@ -223,15 +213,12 @@ def decode(
 
     settings = load_config(_text(config), _given(model={"path": model}))
     report = benchmark.run(settings, quick=quick, threads=threads)
-    report.write(json)
-    _print(report)
+    finish(report, json)
 
 
 @bench.command(name="store")
 def bench_store(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
-        "store.json"
-    ),
+    json: Json = Path("store.json"),
     quick: Annotated[bool, typer.Option(help="Small and few; not to be compared.")] = False,
     data: Annotated[
         Path | None, typer.Option(help="Folder with mooncake_conversation_first.jsonl.")
@@ -241,15 +228,12 @@ def bench_store(
     from criticalkv.services.bench import store as benchmark
 
     report = benchmark.run(quick=quick, data=data)
-    report.write(json)
-    _print(report)
+    finish(report, json)
 
 
 @bench.command()
 def kernels(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
-        "kernels.json"
-    ),
+    json: Json = Path("kernels.json"),
     quick: Annotated[bool, typer.Option(help="Small and few; not to be compared.")] = False,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 2,
     data: Annotated[
@@ -265,15 +249,12 @@ def kernels(
 
     settings = load_config(_text(config), _given(model={"path": model}))
     report = benchmark.run(settings, quick=quick, threads=threads, data=data)
-    report.write(json)
-    _print(report)
+    finish(report, json)
 
 
 @bench.command()
 def eviction(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
-        "eviction.json"
-    ),
+    json: Json = Path("eviction.json"),
     quick: Annotated[bool, typer.Option(help="Few short cases; not to be compared.")] = False,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 2,
     data: Annotated[
@@ -311,14 +292,12 @@ def eviction(
         kvpress=kvpress,
         so_far=lambda report: report.write(json),
     )
-    _print(report)
+    finish(report, json)
 
 
 @bench.command(name="eval-sweep")
 def eval_sweep(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Write the report here.")] = Path(
-        "eval-sweep.json"
-    ),
+    json: Json = Path("eval-sweep.json"),
     quick: Annotated[bool, typer.Option(help="Two short examples; not to be compared.")] = False,
     threads: Annotated[int, typer.Option(help="Torch threads, for both sides.")] = 2,
     kvpress_python: Annotated[
@@ -329,9 +308,15 @@ def eval_sweep(
     length: Annotated[int, typer.Option(metavar="TOKENS", help="Of each example.")] = 1024,
     task: Annotated[list[str] | None, typer.Option(help="Of RULER; may be repeated.")] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Of those that both have; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="snapkv, criticalkv, adakv, criticaladakv, or one of them with -kvpress, whose "
+            "rules are then the same on both sides; may be repeated."
+        ),
     ] = None,
-    tiers: Annotated[str, typer.Option(help="Kept fractions.")] = "0.05,0.1,0.2,0.3,0.4,0.6",
+    tiers: Annotated[
+        str, typer.Option(help="Kept fractions, comma-separated.")
+    ] = "0.05,0.1,0.2,0.3,0.4,0.6",
     data: Annotated[Path | None, typer.Option(help="Folder with inaugural.txt, optional.")] = None,
     config: ConfigFile = None,
     model: Model = None,
@@ -346,16 +331,15 @@ def eval_sweep(
         quick=quick,
         threads=threads,
         kvpress_python=kvpress_python,
+        tiers=tiers,
         examples=examples,
         length=length,
         tasks=task or benchmark.TASKS,
         policies=policy or benchmark.POLICIES,
-        tiers=tiers.split(","),
         data=data,
         so_far=lambda report: report.write(json),
     )
-    report.write(json)
-    _print(report)
+    finish(report, json)
 
 
 @bench.command(name="serve")
@@ -423,12 +407,12 @@ def bench_serve(
         targets=benchmark.goodput_targets(goodput or (), more_goodput or ()),
         seed=seed,
         timeout_s=timeout,
+        any_model=model is not None,
     )
     measured = benchmark.Benchmark(settings.model, options)  # before anything is started
     with _service(settings, url, start) as address:
         report = measured.run(address)
-    report.write(json)
-    _print(report)
+    finish(report, json)
     for code, count in report.details["errors"].items():
         typer.echo(f"failed with {code}: {count}", err=True)
     if report.details["interrupted"]:
@@ -447,11 +431,6 @@ def _service(config: Config, url: str | None, start: bool) -> Iterator[str]:
 
     with running(beside_others(config)) as live:
         yield f"http://{live.gateway.host}:{live.gateway.port}"
-
-
-def _print(report: Report) -> None:
-    for key, value in report.headline.items():
-        typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
 
 
 @contextmanager

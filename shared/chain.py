@@ -74,14 +74,7 @@ class Chain:
     def layer(self, index: int, spec: ModelSpec, device: torch.device) -> RaggedLayer:
         """Return one layer of all nodes as one ragged layer on `device`."""
         layers = [node.cache.layers[index] for node in self.nodes]
-        merged = merge_layers(layers) if layers else empty_layer(spec)
-        # cu_seqlens stay on the CPU: kernels' launch parameters come from them.
-        return RaggedLayer(
-            merged.keys.to(device),
-            merged.values.to(device),
-            merged.positions.to(device),
-            merged.cu_seqlens,
-        )
+        return (merge_layers(layers) if layers else empty_layer(spec)).to(device)
 
 
 def empty_layer(spec: ModelSpec) -> RaggedLayer:

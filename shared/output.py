@@ -15,12 +15,12 @@ Draw = Callable[[dict[str, Any], Path], list[Path]]
 """Draws a report's details and samples into a folder."""
 
 
-def finish(report: Report, json: Path, plots: Path | None, draw: Draw) -> None:
+def finish(report: Report, json: Path, plots: Path | None = None, draw: Draw | None = None) -> None:
     """Write a report; draw it if there is a folder for plots, and matplotlib."""
     report.write(json)
     for key, value in report.headline.items():
         typer.echo(f"{key}: {'not measured' if value is None else f'{value:.3g}'}")
-    if plots is not None:
+    if plots is not None and draw is not None:
         draw_plots(report, plots, draw)
 
 

@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from criticalkv.services.bench.load_client import Ask, Record
-from criticalkv.services.bench.trace_asks import Asker
+from criticalkv.services.bench.load_client import Ask, Asker, Record
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,16 @@ class Conversation:
     """Questions about a document.
 
     Attributes:
+        loop: how long its parts are.
         document: its text.
-        document_tokens: words in it.
         questions: one for each turn.
         pauses_s: before each turn.
-        output_tokens: of each answer, at most.
     """
 
+    loop: Loop
     document: str
-    document_tokens: int
     questions: Sequence[str]
     pauses_s: Sequence[float]
-    output_tokens: int
 
     def ask(self, turn: int, before: Record | None, asker: Asker) -> Ask:
         """Return a turn's request.
@@ -65,12 +62,12 @@ class Conversation:
             turn: from 0 on.
             before: the answer to go on from; None = begin with the document.
         """
-        question = self.questions[turn]
+        question, loop = self.questions[turn], self.loop
         if before is None:
             parts = (self.document, question)
-            return asker.ask(parts, 1, self.document_tokens, self.output_tokens)
+            return asker.ask(parts, 1, loop.context_tokens, loop.output_tokens)
         handle = before.handle
-        body = asker.body(question, self.output_tokens, context_id=handle)
+        body = asker.body(question, loop.output_tokens, context_id=handle)
         return Ask(body, context=handle, context_tokens=before.prompt_tokens)
 
 
@@ -93,12 +90,11 @@ def _conversation(loop: Loop, asker: Asker, seed: int, number: int) -> Conversat
     draw, words = random.Random(f"{seed}/pauses {number}"), asker.words
     mean = loop.think_time_s
     return Conversation(
+        loop=loop,
         document=words.text(f"document {number % loop.documents}", loop.context_tokens),
-        document_tokens=loop.context_tokens,
         questions=[
             words.text(f"question {number} {turn}", loop.question_tokens)
             for turn in range(loop.turns)
         ],
         pauses_s=[0.0, *(draw.expovariate(1.0) * mean for _ in range(loop.turns - 1))],
-        output_tokens=loop.output_tokens,
     )

@@ -9,7 +9,10 @@ decoded in one batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from criticalkv.services.bench.kvpress_peer import KvpressPeer, kvpress_peer
-from criticalkv.services.evaluation.answer import Answers, Cell
+from criticalkv.services.evaluation.answer import Answerer, Answers, Cell
+from criticalkv.services.evaluation.column import columns
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.local_answerer import LocalAnswerer
 from criticalkv.services.evaluation.metrics.registry import METRICS
@@ -25,11 +29,15 @@ from criticalkv.services.evaluation.prompt import first_prompt
 from criticalkv.services.evaluation.ruler.suite import Ruler
 from criticalkv.services.evaluation.statistics import Estimate
 from criticalkv.shared.config import Config
+from criticalkv.shared.errors import ConfigError
+from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.model.loader import LoadedModel, load_model
+from criticalkv.shared.model.spec import ModelSpec
 from criticalkv.shared.report import Report, median
 
 POLICIES = ("snapkv", "criticalkv", "adakv", "criticaladakv")
-TIERS = ("0.05", "0.1", "0.2", "0.3", "0.4", "0.6")
+LIKE_FOR_LIKE = "-kvpress"
+"""Ends our names of policies that keep what kvpress keeps."""
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1", "vt")
 SEED = 1
 MEANING = {
@@ -39,7 +47,8 @@ MEANING = {
     "1/min, higher is better",
     "kvpress_cases_per_minute": "the same by kvpress' pipeline; 1/min",
     "score_minus_kvpress": "mean score of ours − of kvpress over the same cases, 0 to 100; "
-    "points, higher is better",
+    "points, higher is better; a policy whose name does not end in -kvpress has the paper's "
+    "rules here and kvpress' own there",
 }
 
 
@@ -49,11 +58,11 @@ def run(
     quick: bool,
     threads: int,
     kvpress_python: Path | None,
+    tiers: str,
     examples: int = 8,
     length: int = 1024,
     tasks: Sequence[str] = TASKS,
     policies: Sequence[str] = POLICIES,
-    tiers: Sequence[str] = TIERS,
     data: Path | None = None,
     so_far: Callable[[Report], None] = lambda _: None,
 ) -> Report:
@@ -64,77 +73,120 @@ def run(
         quick: two short examples, two policies, two tiers.
         threads: torch threads, for both.
         kvpress_python: interpreter of an environment with kvpress; None measures ours alone.
+        tiers: kept fractions, comma-separated.
         examples: how many, spread over the tasks.
         length: tokens of each.
         tasks: of RULER.
-        policies: that both have.
-        tiers: kept fractions.
+        policies: that both have; a name that ends in "-kvpress" is the same press there.
         data: folder with essays, optional.
         so_far: called with the unfinished report after each example.
+
+    Raises:
+        ConfigError, PolicyError, InvalidRequestError: before anything is measured.
     """
     report = Report("eval-sweep", quick, dict.fromkeys(MEANING), MEANING)
     if quick:
-        examples, length, policies, tiers = 2, 512, policies[:2], tiers[:2]
+        examples, length, policies = 2, 512, policies[:2]
+        tiers = ",".join(tiers.split(",")[:2])
+    cells = [column.cell for column in columns(policies, tiers, full=False)]
     model = load_model(config.model, threads)
-    cells = [Cell(policy, tier) for policy in policies for tier in tiers]
     found = _examples(model, examples, length, tasks, data)
-    sweep = _Sweep(model, config, cells, report)
     report.details |= {"threads": threads, "length": length, "examples": [x.name for x in found]}
-    report.details |= {"policies": list(policies), "tiers": list(tiers)}
-    with _progress() as progress:
-        if kvpress_python is None:
-            for example in progress.track(found, description="examples"):
-                sweep.take(example, None)
-                so_far(report)
-            return report
-        with kvpress_peer(kvpress_python, Path(model.spec.path), threads) as peer:
+    report.details |= _details(model.spec, cells)
+    with closing(_answerer(model, config, cells)) as answerer:
+        answerer.check(cells)
+        with _peer(kvpress_python, model.spec, threads) as peer, _progress() as progress:
+            if peer is not None:
+                check_presses(cells, peer.ready.presses)
+                report.details["kvpress"] = asdict(peer.ready)
+            sweep = Sweep(model.chat, answerer, cells, report)
             for example in progress.track(found, description="examples"):
                 sweep.take(example, peer)
                 so_far(report)
     return report
 
 
-class _Sweep:
-    """Runs both over an example and keeps the report up to date."""
+def press_of(policy: str) -> str:
+    """Return what kvpress' script calls a policy."""
+    return policy.removesuffix(LIKE_FOR_LIKE)
+
+
+def check_presses(cells: Collection[Cell], presses: Collection[str]) -> None:
+    """Refuse what kvpress' script does not have, or would run twice.
+
+    Raises:
+        ConfigError: naming the policies.
+    """
+    found: dict[str, str] = {}
+    for policy in dict.fromkeys(cell.policy for cell in cells):
+        press = press_of(policy)
+        if press not in presses:
+            raise ConfigError(
+                f"kvpress has no {policy} here, only {', '.join(presses)}, each with or without "
+                f"{LIKE_FOR_LIKE}",
+                param="policy",
+            )
+        if found.setdefault(press, policy) != policy:
+            raise ConfigError(
+                f"{found[press]} and {policy} are one press of kvpress: give one of them",
+                param="policy",
+            )
+
+
+class Sweep:
+    """Runs both over an example and keeps the report up to date.
+
+    Args:
+        chat: the model's template and tokenizer.
+        answerer: ours.
+        cells: asked of both.
+        report: is filled.
+        clock: seconds, of ours; kvpress tells its own.
+    """
 
     def __init__(
-        self, model: LoadedModel, config: Config, cells: Sequence[Cell], report: Report
+        self,
+        chat: ChatTemplate,
+        answerer: Answerer,
+        cells: Sequence[Cell],
+        report: Report,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._model = model
-        self._answerer = LocalAnswerer(
-            model, setting="context-only", history="model", kl=False, eviction=config.eviction
-        )
+        self._chat = chat
+        self._answerer = answerer
         self._cells = cells
         self._report = report
+        self._clock = clock
         self._seconds: dict[str, list[float]] = {"ours": [], "kvpress": []}
         self._scores: dict[str, dict[str, list[float]]] = {"ours": {}, "kvpress": {}}
 
     def take(self, example: Example, peer: KvpressPeer | None) -> None:
         """Answer one example in every cell; who begins changes from example to example."""
-        first_ours = len(self._seconds["ours"]) % 2 == 0
-        if first_ours:
-            self._ours(example)
+        sides: list[Callable[[Example], None]] = [self._ours]
         if peer is not None:
-            self._theirs(example, peer)
-        if not first_ours:
-            self._ours(example)
+            sides.append(partial(self._theirs, peer))
+        if len(self._seconds["ours"]) % 2:
+            sides.reverse()
+        for side in sides:
+            side(example)
         self._fill()
 
     def _ours(self, example: Example) -> None:
-        started = time.perf_counter()
+        started = self._clock()
         found: list[tuple[Cell, Answers]] = list(self._answerer.answer(example, self._cells))
-        self._seconds["ours"].append(time.perf_counter() - started)
+        self._seconds["ours"].append(self._clock() - started)
         for cell, answers in found:
             self._score("ours", cell, example, answers[0].text)
 
-    def _theirs(self, example: Example, peer: KvpressPeer) -> None:
+    def _theirs(self, peer: KvpressPeer, example: Example) -> None:
         question = example.questions[0]
-        prompt = first_prompt(self._model.chat, example, question, "context-only")
+        prompt = first_prompt(self._chat, example, question, "context-only")
         spent = 0.0
         for cell in self._cells:
-            said = peer.answer(prompt, question.max_tokens, cell.policy, float(cell.tier))
+            press = press_of(cell.policy)
+            said = peer.answer(prompt, question.max_tokens, press, float(cell.tier))
             spent += said.seconds
-            self._score("kvpress", cell, example, said.text)
+            self._score("kvpress", cell, example, said.answer)
         self._seconds["kvpress"].append(spent)
 
     def _score(self, who: str, cell: Cell, example: Example, text: str) -> None:
@@ -162,13 +214,39 @@ class _Sweep:
         return sum(scores) / len(scores)
 
 
+def _details(spec: ModelSpec, cells: Collection[Cell]) -> dict[str, Any]:
+    return {
+        "model": spec.name,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "policies": list(dict.fromkeys(cell.policy for cell in cells)),
+        "tiers": list(dict.fromkeys(cell.tier for cell in cells)),
+    }
+
+
+def _answerer(model: LoadedModel, config: Config, cells: Sequence[Cell]) -> LocalAnswerer:
+    """As `criticalkv eval` has it: no tiers but the sweep's, no canary."""
+    tiers = tuple(sorted({cell.tier for cell in cells}, key=float))
+    eviction = config.eviction.model_copy(update={"tiers": tiers, "canary_queries": 0})
+    return LocalAnswerer(
+        model, setting="context-only", history="model", kl=False, eviction=eviction
+    )
+
+
+def _peer(
+    python: Path | None, spec: ModelSpec, threads: int
+) -> AbstractContextManager[KvpressPeer | None]:
+    return nullcontext() if python is None else kvpress_peer(python, spec, threads)
+
+
 def _examples(
     model: LoadedModel, count: int, length: int, tasks: Sequence[str], data: Path | None
 ) -> list[Example]:
     """Take examples of the tasks in turns, so that a few are of every kind."""
-    per_task = -(-count // len(tasks))
+    wanted = tuple(dict.fromkeys(tasks))
+    per_task = -(-count // len(wanted))
     ruler = Ruler(model.chat, data=data, essays=None)
-    rows = [list(ruler.examples([task], [length], per_task, SEED)) for task in tasks]
+    rows = [list(ruler.examples([task], [length], per_task, SEED)) for task in wanted]
     return [row[i] for i in range(per_task) for row in rows][:count]
 
 

@@ -5,27 +5,51 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from criticalkv.services.evaluation.prompt import Prompt
 from criticalkv.shared.errors import ConfigError
+from criticalkv.shared.model.spec import ModelSpec
 
 SCRIPT = Path(__file__).resolve().parents[2] / "infra" / "scripts" / "kvpress_pipeline.py"
 START_S = 300.0
 ANSWER_S = 600.0
+END_S = 30.0
+"""Longest wait for a killed process to be gone."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What kvpress' process says once it has loaded the model.
+
+    Attributes:
+        presses: that it can be asked for.
+        device: of the model: "cpu" or "cuda".
+        dtype: of its weights.
+        versions: of kvpress, torch and transformers.
+    """
+
+    presses: tuple[str, ...]
+    device: str
+    dtype: str
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class PeerAnswer:
     """What kvpress said, and how long one run of its pipeline took, in its own process."""
 
-    text: str
+    answer: str
     seconds: float
 
 
@@ -36,14 +60,14 @@ class KvpressPeer:
         """Wait until the model is loaded.
 
         Raises:
-            ConfigError: if the process ends or says nothing in time.
+            ConfigError: if the process ends, says nothing in time, or something else.
         """
         assert process.stdin is not None
         assert process.stdout is not None
         self._stdin = process.stdin
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(process.stdout,), daemon=True).start()
-        self._next(START_S)
+        self.ready = self._next(Ready, START_S)
 
     def answer(self, prompt: Prompt, max_tokens: int, press: str, kept: float) -> PeerAnswer:
         """Run the pipeline once.
@@ -51,11 +75,11 @@ class KvpressPeer:
         Args:
             prompt: context and question; the same tokens as ours.
             max_tokens: most tokens of the answer.
-            press: a key of the script's PRESSES.
+            press: one of `ready.presses`.
             kept: kept fraction, 1 − kvpress' compression ratio.
 
         Raises:
-            ConfigError: if the process ended or says nothing in time.
+            ConfigError: if the process ended, says nothing in time, or something else.
         """
         asked = {
             "context_ids": prompt.context_ids,
@@ -67,51 +91,67 @@ class KvpressPeer:
         with suppress(BrokenPipeError):  # it ended: the missing answer says so
             self._stdin.write(json.dumps(asked) + "\n")
             self._stdin.flush()
-        said = self._next(ANSWER_S)
-        return PeerAnswer(said["answer"], said["seconds"])
+        return self._next(PeerAnswer, ANSWER_S)
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
             self._lines.put(line)
         self._lines.put(None)
 
-    def _next(self, timeout_s: float) -> dict[str, Any]:
+    def _next(self, kind: type[T], timeout_s: float) -> T:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise ConfigError(
-                f"kvpress said nothing for {timeout_s:.0f} s", param="kvpress-python"
-            ) from None
+            raise _refused(f"said nothing for {timeout_s:.0f} s") from None
         if line is None:
-            raise ConfigError("kvpress ended; its messages are above", param="kvpress-python")
-        said: dict[str, Any] = json.loads(line)
-        return said
+            raise _refused("ended; its messages are above")
+        try:
+            return TypeAdapter(kind).validate_json(line)
+        except ValidationError:
+            raise _refused(f"said {line[:80]!r}, which is no {kind.__name__}") from None
 
 
 @contextmanager
-def kvpress_peer(python: Path, model: Path, threads: int) -> Iterator[KvpressPeer]:
-    """Start the pipeline; stop it in the end.
+def kvpress_peer(python: Path, spec: ModelSpec, threads: int) -> Iterator[KvpressPeer]:
+    """Start the pipeline; stop it in the end, with all that it started.
 
     Args:
         python: of the environment that holds kvpress.
-        model: directory of the same model.
+        spec: of the same model: its directory, device and dtype.
         threads: torch threads.
 
     Raises:
         ConfigError: if it cannot be started.
     """
-    command = [str(python), str(SCRIPT), "--model", str(model), "--threads", str(threads)]
+    command = [str(python), str(SCRIPT), f"--model={spec.path}", f"--threads={threads}"]
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()
+            [*command, f"--device={spec.device}", f"--dtype={spec.dtype}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            start_new_session=True,
         )
     except OSError as error:
         raise ConfigError(f"{python}: {error.strerror}", param="kvpress-python") from error
     try:
         yield KvpressPeer(process)
     finally:
-        process.kill()
-        process.communicate()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        raise _refused(f"is still there {END_S:.0f} s after it was killed") from None
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"kvpress {why}", param="kvpress-python")
 
 
 def _environment() -> dict[str, str]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from criticalkv.services.bench.conversations import Conversation
-from criticalkv.services.bench.load_client import LoadClient, Record
-from criticalkv.services.bench.trace_asks import Arrival, Asker
+from criticalkv.services.bench.load_client import Asker, LoadClient, Record
+from criticalkv.services.bench.trace_asks import Arrival
 
 Gate = AbstractAsyncContextManager[object]
 Tick = Callable[[], object]

@@ -1,16 +1,19 @@
-"""One streamed request as a client sees it: when its tokens came, and how it ended."""
+"""Requests, and what a client sees of each: when its tokens came, and how it ended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from openai import APIConnectionError, APIError, APIStatusError, APITimeoutError, AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
+from criticalkv.services.bench.words import Words
+
+MARK = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 TIMEOUT = "timeout"
 CONNECTION = "connection"
 INCOMPLETE = "incomplete_stream"
@@ -32,6 +35,55 @@ class Ask:
     context_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Asker:
+    """Makes requests.
+
+    Attributes:
+        words: texts.
+        overhead: tokens of the chat template before a message's text.
+        extension: the request's `criticalkv` fields.
+    """
+
+    words: Words
+    overhead: int
+    extension: dict[str, Any]
+
+    def ask(
+        self,
+        parts: Sequence[str],
+        marks: int,
+        context_tokens: int,
+        output_tokens: int,
+    ) -> Ask:
+        """Return a request of one message.
+
+        Args:
+            parts: its text.
+            marks: how many of its leading parts end with a breakpoint.
+            context_tokens: words in these parts.
+            output_tokens: of the answer, at most.
+        """
+        before = self.overhead + self.words.extra * marks
+        content = [
+            {"type": "text", "text": text} | (MARK if at < marks else {})
+            for at, text in enumerate(parts)
+        ]
+        return Ask(
+            self.body(content, output_tokens),
+            context="".join(parts[:marks]) if marks else None,
+            context_tokens=before + context_tokens if marks else 0,
+        )
+
+    def body(self, content: Any, output_tokens: int, **extension: str) -> dict[str, Any]:
+        """Return the fields of a request with one message."""
+        return {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": output_tokens,
+            "extra_body": {"criticalkv": {**self.extension, **extension}},
+        }
+
+
 @dataclass
 class Record:
     """What became of a request. Times are in seconds.
@@ -42,7 +94,7 @@ class Record:
         is_warm: an earlier request with its context had ended when it was sent.
         ttft_s: to the first text, or to the end of an answer without any; None = neither came.
         itls_s: between one piece of text and the next.
-        e2e_s: to the end of the stream.
+        e2e_s: to the last chunk of a complete answer, usage aside; else to its failure.
         cached_tokens: of the prompt, that were stored.
         error: code; None = the answer is complete.
     """
@@ -116,7 +168,8 @@ class LoadClient:
         try:
             record.error = await self._outcome(record)
         finally:  # also when it is interrupted
-            record.e2e_s = self.now() - sent
+            if record.error is not None:
+                record.e2e_s = self.now() - sent
         if record.error is None:
             self._stored.update({record.handle} | ({ask.context} if ask.context else set()))
         return record
@@ -169,6 +222,8 @@ def _token_came(record: Record, at: float, last: float | None) -> float:
 
 def _note(record: Record, chunk: ChatCompletionChunk, at: float) -> None:
     """Take what the last chunks tell."""
+    if chunk.choices:
+        record.e2e_s = at
     if any(choice.finish_reason for choice in chunk.choices) and record.ttft_s is None:
         record.ttft_s = at
     record.extension = getattr(chunk, "criticalkv", None) or record.extension

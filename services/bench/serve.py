@@ -19,13 +19,14 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from criticalkv.services.bench.conversations import Loop, conversations
 from criticalkv.services.bench.load import Gate, Tick, closed_loop, gate, open_loop
-from criticalkv.services.bench.load_client import LoadClient
+from criticalkv.services.bench.load_client import Asker, LoadClient
 from criticalkv.services.bench.serve_figures import MEANING, figures, goodput_targets, samples
 from criticalkv.services.bench.trace import read_trace
-from criticalkv.services.bench.trace_asks import Asker, Scale, arrivals, known_share, poisson
+from criticalkv.services.bench.trace_asks import Scale, arrivals, known_share, poisson
 from criticalkv.services.bench.words import Words
 from criticalkv.services.evaluation.case import context_ids
 from criticalkv.services.evaluation.rows import Rows
+from criticalkv.shared.api_key import check_api_key
 from criticalkv.shared.config import ModelConfig
 from criticalkv.shared.errors import ConfigError, CriticalKVError
 from criticalkv.shared.eviction.policy import Policy
@@ -68,6 +69,8 @@ class Options:
         max_concurrency: requests at once; None = any number.
         targets: of goodput, ms.
         timeout_s: deadline of each request.
+        any_model: the tokenizer was chosen for whatever model is served; else its model's
+            name must be the one that is served.
     """
 
     load: Replay | Loop
@@ -78,6 +81,7 @@ class Options:
     targets: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     timeout_s: float = 600.0
+    any_model: bool = False
 
 
 class Benchmark:
@@ -88,10 +92,11 @@ class Benchmark:
         options: what is measured.
 
     Raises:
-        ConfigError: if trace, policy, tier or tokenizer cannot be used.
+        ConfigError: if trace, policy, tier, tokenizer or API key cannot be used.
     """
 
     def __init__(self, model: ModelConfig, options: Options) -> None:
+        check_api_key(options.api_key)
         spec = load_spec(model, check_device=False)
         asker = _asker(ChatTemplate(load_tokenizer(spec)), options)
         self._tokenizer = spec.name
@@ -105,9 +110,11 @@ class Benchmark:
             url: of the service, without /v1.
 
         Raises:
+            ConfigError: if it serves another model than the one whose tokens were counted.
             CriticalKVError: if no service answers there.
         """
-        run, interrupted = _Run(self._options, self._plan, url), False
+        counted = None if self._options.any_model else self._tokenizer
+        run, interrupted = _Run(self._options, self._plan, url, counted), False
         try:
             asyncio.run(run.execute())
         except KeyboardInterrupt:
@@ -141,11 +148,16 @@ class _Plan:
 
 @dataclass
 class _Run:
-    """One run; what there is of it can be read whenever it ends."""
+    """One run; what there is of it can be read whenever it ends.
+
+    Attributes:
+        counted: name of the model whose tokens were counted, if it must be the served one.
+    """
 
     options: Options
     plan: _Plan
     url: str
+    counted: str | None
     model: str | None = None
     client: LoadClient | None = None
     duration_s: float = 0.0
@@ -160,6 +172,7 @@ class _Run:
             max_retries=0,
         ) as openai:
             self.model = await _served_model(openai, self.url)
+            _check_counted(self.counted, self.model)
             self.client = LoadClient(openai, self.model, options.timeout_s)
             try:
                 await self._load(self.client)
@@ -181,6 +194,16 @@ async def _served_model(openai: AsyncOpenAI, url: str) -> str:
     except (APIError, IndexError) as error:
         why = error.message if isinstance(error, APIError) else "it serves no model"
         raise CriticalKVError(f"no service to measure at {url}: {why}") from error
+
+
+def _check_counted(counted: str | None, served: str) -> None:
+    """Refuse to send texts of who knows how many tokens."""
+    if counted not in (None, served):
+        raise ConfigError(
+            f"the service has {served!r}, the texts are counted in tokens of {counted!r}: give "
+            "--model with a tokenizer that is the served model's",
+            param="model.path",
+        )
 
 
 def _asker(chat: ChatTemplate, options: Options) -> Asker:

@@ -1,7 +1,12 @@
-"""What a load run's records add up to; names and definitions as in `vllm bench serve`."""
+"""What a load run's records add up to; names as in `vllm bench serve`.
+
+TTFT and ITL are of text: a chunk that only names the assistant's role is no first token. A
+complete answer ends with its last chunk that has choices, not with the one that has usage.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -21,14 +26,14 @@ MEANING = {
     "output_throughput": "tokens of complete answers ÷ duration; 1/s, higher is better",
     "total_token_throughput": "prompt and answer tokens of complete answers ÷ duration; 1/s, "
     "higher is better",
-    "p50_ttft_ms": "time from sending a request to the first text of its answer, median; ms, "
-    "lower is better",
+    "p50_ttft_ms": "time from sending a request to the first text of its answer (not to the "
+    "chunk with its role), median; ms, lower is better",
     "p99_ttft_ms": "the same, 99th percentile; ms, lower is better",
     "p50_tpot_ms": "(time to the answer's end − time to its first text) ÷ (its tokens − 1), "
     "median over answers; ms, lower is better",
     "p99_tpot_ms": "the same, 99th percentile; ms, lower is better",
-    "p50_e2el_ms": "time from sending a request to the end of its answer, median; ms, lower is "
-    "better",
+    "p50_e2el_ms": "time from sending a request to the last chunk of its answer (not the one "
+    "with usage), median; ms, lower is better",
     "p99_e2el_ms": "the same, 99th percentile; ms, lower is better",
     "hit_rate": "complete answers whose whole context was stored before ÷ those with a context; "
     "share, higher is better",
@@ -56,7 +61,7 @@ def goodput_targets(pairs: Sequence[str], more: Sequence[str] = ()) -> dict[str,
             targets[name] = float(limit)
         except ValueError:
             targets[name] = -1.0
-        if name not in TARGETS or not targets[name] >= 0:
+        if name not in TARGETS or not 0 <= targets[name] < math.inf:
             raise ConfigError(
                 f"--goodput {pair!r} is not KEY:MILLISECONDS with one of {', '.join(TARGETS)}",
                 param="goodput",

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def finite(value: float) -> float:
+    """Refuse what is endless, or no number.
+
+    Raises:
+        BadParameter: for infinity and nan.
+    """
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
 
 Url = Annotated[
     str | None,
@@ -23,12 +36,23 @@ Trace = Annotated[
 ]
 Num = Annotated[int, typer.Option(min=1, help="Requests of the trace.")]
 LengthScale = Annotated[
-    float, typer.Option(min=1e-6, help="Factor of the trace's lengths: prompts, answers, blocks.")
+    float,
+    typer.Option(
+        min=1e-6,
+        callback=finite,
+        help="Factor of the trace's lengths: prompts, answers, blocks.",
+    ),
 ]
-TimeScale = Annotated[float, typer.Option(min=0, help="Factor of the time between its requests.")]
+TimeScale = Annotated[
+    float,
+    typer.Option(min=0, callback=finite, help="Factor of the time between its requests."),
+]
 RequestRate = Annotated[
     float | None,
-    typer.Option(min=1e-9, help="Per second, at random times instead of the trace's; inf = now."),
+    typer.Option(
+        min=1e-9,
+        help="Per second, at random times instead of the trace's; inf = now.",
+    ),
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out.")]
 Clients = Annotated[
@@ -41,7 +65,10 @@ ContextTokens = Annotated[int, typer.Option(min=1, help="Of each document.")]
 QuestionTokens = Annotated[int, typer.Option(min=1, help="Of each question.")]
 OutputTokens = Annotated[int, typer.Option(min=1, help="Of each answer, at most.")]
 ThinkTime = Annotated[
-    float, typer.Option(min=0, metavar="SECONDS", help="Mean pause before a further turn.")
+    float,
+    typer.Option(
+        min=0, metavar="SECONDS", callback=finite, help="Mean pause before a further turn."
+    ),
 ]
 Tier = Annotated[str | None, typer.Option(help="Read contexts at this tier.")]
 MaxConcurrency = Annotated[int | None, typer.Option(min=1, help="Requests at once, at most.")]
@@ -54,4 +81,7 @@ MoreGoodput = Annotated[
     typer.Argument(metavar="[KEY:MS]...", help="More targets of --goodput.", show_default=False),
 ]
 Seed = Annotated[int, typer.Option(help="Of texts, pauses and random times.")]
-Timeout = Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Of each request.")]
+Timeout = Annotated[
+    float,
+    typer.Option(min=0.001, metavar="SECONDS", callback=finite, help="Of each request."),
+]

@@ -22,7 +22,7 @@ from criticalkv.shared.errors import ConfigError
 
 MOONCAKE_FILE = "mooncake_conversation_first.jsonl"
 BLOCK_TOKENS = 512
-STRICT = Rows()
+STRICT = Rows(hint="")
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count, pairwise
-from typing import Any
 
-from criticalkv.services.bench.load_client import Ask
+from criticalkv.services.bench.load_client import Ask, Asker
 from criticalkv.services.bench.shared_prefixes import PrefixTree
 from criticalkv.services.bench.trace import BLOCK_TOKENS, TraceRequest
 from criticalkv.services.bench.words import Words
 from criticalkv.shared.errors import ConfigError
 
-MARK = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 MAX_MARKS = 4
 """As many as the service takes in a request."""
 Block = tuple[int, int]
@@ -59,55 +57,6 @@ class Scale:
         ends = [0, *(min(total, end) for end in whole), *([total] if names else [])]
         sizes = (end - start for start, end in pairwise(ends))
         return [block for block in zip(names, sizes, strict=True) if block[1]]
-
-
-@dataclass(frozen=True)
-class Asker:
-    """Makes requests.
-
-    Attributes:
-        words: texts.
-        overhead: tokens of the chat template before a message's text.
-        extension: the request's `criticalkv` fields.
-    """
-
-    words: Words
-    overhead: int
-    extension: dict[str, Any]
-
-    def ask(
-        self,
-        parts: Sequence[str],
-        marks: int,
-        context_tokens: int,
-        output_tokens: int,
-    ) -> Ask:
-        """Return a request of one message.
-
-        Args:
-            parts: its text.
-            marks: how many of its leading parts end with a breakpoint.
-            context_tokens: words in these parts.
-            output_tokens: of the answer, at most.
-        """
-        before = self.overhead + self.words.extra * marks
-        content = [
-            {"type": "text", "text": text} | (MARK if at < marks else {})
-            for at, text in enumerate(parts)
-        ]
-        return Ask(
-            self.body(content, output_tokens),
-            context="".join(parts[:marks]) if marks else None,
-            context_tokens=before + context_tokens if marks else 0,
-        )
-
-    def body(self, content: Any, output_tokens: int, **extension: str) -> dict[str, Any]:
-        """Return the fields of a request with one message."""
-        return {
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": output_tokens,
-            "extra_body": {"criticalkv": {**self.extension, **extension}},
-        }
 
 
 def arrivals(requests: Sequence[TraceRequest], scale: Scale, asker: Asker) -> list[Arrival]:

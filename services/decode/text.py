@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+REPLACEMENT = "\ufffd"
+"""What bytes that are no whole character decode to."""
+
 
 @dataclass(frozen=True)
 class StopMatch:
@@ -30,7 +33,8 @@ class TextStream:
         tokenizer: of the model.
         stop: strings that end the text.
         before: tokens whose text this one goes on after. Without any, decoders like
-            SentencePiece's take the space before the first word away.
+            SentencePiece's take the space before the first word away. An unfinished
+            character at their end is lost.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class TextStream:
         before: Sequence[int] = (),
     ) -> None:
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(list(before), skip_special_tokens=True)
+        self._stream = DecodeStream(self._whole(before), skip_special_tokens=True)
         self._stop = stop
         self._text = ""
         self._shown = 0
@@ -48,6 +52,17 @@ class TextStream:
         # character gets its length when the character is complete.
         self._ends: list[int] = []
         self._open = 0
+
+    def _whole(self, before: Sequence[int]) -> list[int]:
+        """Return tokens of the same text up to its last replacement characters.
+
+        A stream that begins with one takes all of it for unfinished, and says it again.
+        """
+        text = self._backend.decode(list(before), skip_special_tokens=True)
+        whole = text.rstrip(REPLACEMENT)
+        if whole == text:
+            return list(before)
+        return list(self._backend.encode(whole, add_special_tokens=False).ids)
 
     def push(self, token_id: int) -> StopMatch | None:
         """Add a token; return the match if a stop string is now complete."""

@@ -12,6 +12,8 @@ FULL = "full"
 """Instead of a policy: the whole cache, at tier 1."""
 History = Literal["model", "gold", "none"]
 """What later questions follow: the model's own answers, the right ones, or only the context."""
+KL_TOKENS = 64
+"""Of an answer, over which KL is measured: the first ones tell most, and all cost the same."""
 
 
 @dataclass(frozen=True, order=True)
@@ -35,8 +37,8 @@ class Answer:
         tier: at which the context was read.
         kept: entries read ÷ entries of the full cache, of the context.
         kept_bytes: bytes of the context's node up to that tier, as stored.
-        kl: KL(full ‖ compressed) along the full cache's own answer, nats per token; None
-            if it was not measured.
+        kl: KL(full ‖ compressed) over the first KL_TOKENS tokens of the full cache's own
+            answer, nats per token; None if it was not measured.
         token_ids: of the answer, if they are known.
     """
 

@@ -8,15 +8,23 @@ from dataclasses import dataclass
 from criticalkv.services.evaluation.answer import FULL, FULL_CELL, Cell
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.identity import canonical_tier
+from criticalkv.shared.identity import CODEC_RAW, canonical_tier
 
 
 @dataclass(frozen=True)
 class Column:
-    """A cell, and its policy's full textual form: two spellings of one policy are one column."""
+    """One column of a run.
+
+    Attributes:
+        cell: what is asked.
+        canonical: its policy's full textual form: two spellings are one column.
+        below: the run's lower tiers, where the policy's codec quantizes: its groups never
+            cross a tier, so that the values at one depend on those below. Else empty.
+    """
 
     cell: Cell
     canonical: str
+    below: tuple[str, ...] = ()
 
 
 def columns(policies: Sequence[str], tiers: str, *, full: bool = True) -> tuple[Column, ...]:
@@ -43,7 +51,11 @@ def _columns(policy: str, tiers: Sequence[str]) -> list[Column]:
         return [Column(FULL_CELL, FULL)]
     parsed = Policy.parse(policy)
     mine = (FULL_CELL.tier,) if parsed.is_stepwise else tiers
-    return [Column(Cell(policy, tier), parsed.canonical()) for tier in mine]
+    is_raw = parsed.codec == CODEC_RAW
+    return [
+        Column(Cell(policy, tier), parsed.canonical(), () if is_raw else tuple(mine[:i]))
+        for i, tier in enumerate(mine)
+    ]
 
 
 def _fractions(tiers: str) -> list[str]:

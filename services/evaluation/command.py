@@ -27,8 +27,8 @@ from criticalkv.services.evaluation.rows import Rows
 from criticalkv.shared.errors import ConfigError
 
 if TYPE_CHECKING:
-    from criticalkv.services.evaluation.asked import Suite
     from criticalkv.services.evaluation.example import Example
+    from criticalkv.services.evaluation.party import Suite
     from criticalkv.shared.model.chat import ChatTemplate
 
 T = TypeVar("T")
@@ -50,7 +50,10 @@ def ruler(options: RulerOptions) -> None:
             tasks = _names(options.tasks, found_tasks(options.rows, TASKS))
             return ruler_rows(options.rows, tasks, _rows(options), options.num)
         made = Ruler(chat, data=options.data, essays=options.essays)
-        return made.examples(_names(options.tasks, TASKS), lengths, options.num, options.seed)
+        if options.tasks is None:
+            return made.possible(lengths, options.num, options.seed, _tell)
+        tasks = _names(options.tasks, TASKS)
+        return made.examples(tasks, lengths, options.num, options.seed)
 
     _ask("ruler", options, suite, {"tasks": options.tasks, "lengths": lengths}, options.evidence)
 
@@ -78,8 +81,8 @@ def scbench(options: SCBenchOptions) -> None:
         tasks = _names(options.tasks, MAKERS)
         return made.examples(tasks, lengths, options.num, options.turns, options.seed)
 
-    settings = {"tasks": options.tasks, "lengths": lengths, "turns": options.turns}
-    _ask("scbench", options, suite, settings, history=options.history)
+    shape = {"tasks": options.tasks, "lengths": lengths, "turns": options.turns}
+    _ask("scbench", options, suite, shape, options.evidence, options.history)
 
 
 def niah(options: NiahOptions) -> None:
@@ -107,31 +110,31 @@ def perplexity(options: PerplexityOptions) -> None:
     from criticalkv.services.evaluation.evaluate import Benchmark, evaluate
     from criticalkv.services.evaluation.measured import measured
 
-    settings = {"lengths": lengths, "continuation": options.continuation}
+    shape = {"lengths": lengths, "continuation": options.continuation}
     open_ = partial(measured, options, lengths)
-    evaluate(options, Benchmark("perplexity", open_, settings, measure="perplexity"))
+    evaluate(options, Benchmark("perplexity", open_, {}, shape, measure="perplexity"))
 
 
 def _ask(
     name: str,
     options: AskingOptions,
     suite: Suite,
-    settings: dict[str, Any],
+    shape: dict[str, Any],
     evidence: Path | None = None,
     history: History = "model",
 ) -> None:
     _be_passive()
-    from criticalkv.services.evaluation.asked import asked
     from criticalkv.services.evaluation.evaluate import Benchmark, evaluate
+    from criticalkv.services.evaluation.party import party
 
-    asking = {
+    settings = {
         "through": options.through,
         "setting": options.setting,
         "history": history,
         "kl": options.kl and options.through == "local",
     }
-    open_ = partial(asked, options, history, suite)
-    evaluate(options, Benchmark(name, open_, {**asking, **settings}, evidence=evidence))
+    open_ = partial(party, options, history, suite)
+    evaluate(options, Benchmark(name, open_, settings, shape, evidence=evidence))
 
 
 def _be_passive() -> None:
@@ -139,7 +142,11 @@ def _be_passive() -> None:
 
 
 def _rows(options: AskingOptions) -> Rows:
-    return Rows(options.skip_bad, lambda line: typer.echo(line, err=True))
+    return Rows(options.skip_bad, _tell)
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _numbers(text: str, name: str) -> list[int]:

@@ -16,7 +16,7 @@ class Stretches:
     Attributes:
         tokens: of the context.
         context: its text.
-        within: characters that distractors are part of.
+        within: characters that distractors' tokens have, and no others.
         references: that none of them may contain, in any case.
     """
 
@@ -60,5 +60,6 @@ class Stretches:
             return False
         characters = self.tokens.characters(stretch)
         text = self.context[slice(*characters)].lower()
+        inside = self.within[0] <= characters[0] and characters[1] <= self.within[1]
         exact = self.tokens.covering(characters) == stretch
-        return exact and not any(r.lower() in text for r in self.references)
+        return inside and exact and not any(r.lower() in text for r in self.references)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from criticalkv.services.evaluation.asked import Asked, Open
 from criticalkv.services.evaluation.column import Column, columns
 from criticalkv.services.evaluation.evidence import write_evidence
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.findings import report_of
 from criticalkv.services.evaluation.journal import Journal
 from criticalkv.services.evaluation.options import Options
+from criticalkv.services.evaluation.party import Open, Party
 from criticalkv.services.evaluation.plots import draw
 from criticalkv.services.evaluation.record import Record
 from criticalkv.services.evaluation.results import Measure, results
@@ -45,6 +46,7 @@ class Benchmark:
         name: of the command.
         open: gets the model ready that is asked.
         settings: beside those of every command, what its answers depend on.
+        shape: which examples there are, for its report; they may become more.
         measure: what comes of it.
         evidence: file for the needles' spans, or None.
     """
@@ -52,6 +54,7 @@ class Benchmark:
     name: str
     open: Open
     settings: Mapping[str, Any]
+    shape: Mapping[str, Any]
     measure: Measure = "score"
     evidence: Path | None = None
 
@@ -69,12 +72,15 @@ def evaluate(options: Options, benchmark: Benchmark) -> None:
         with Journal(out, settings) as journal:
             examples = _examples(party)
             if benchmark.evidence is not None:
-                write_evidence(benchmark.evidence, examples, party.chat)
+                write_evidence(
+                    benchmark.evidence, examples, party.chat, partial(typer.echo, err=True)
+                )
             records = _ask_all(examples, wanted, party, journal)
     _tell_other_tiers(records)
     found = results(records, wanted)
     show(Console(), table(found, benchmark.measure, f"{benchmark.name}, {party.spec.name}"))
-    report = report_of(benchmark.name, benchmark.measure, found, records, settings)
+    told = {**settings, **benchmark.shape}
+    report = report_of(benchmark.name, benchmark.measure, found, records, told)
     if options.json is not None:
         report.write(options.json)
     if options.plot is not None:
@@ -92,7 +98,7 @@ def _settings(options: Options, benchmark: Benchmark, spec: ModelSpec) -> dict[s
     }
 
 
-def _examples(party: Asked) -> list[Example]:
+def _examples(party: Party) -> list[Example]:
     """Make all examples, so that what is wrong with one is said before hours of others."""
     found: dict[str, Example] = {}
     with _progress() as progress:
@@ -105,7 +111,7 @@ def _examples(party: Asked) -> list[Example]:
 
 
 def _ask_all(
-    examples: Sequence[Example], wanted: Sequence[Column], party: Asked, journal: Journal
+    examples: Sequence[Example], wanted: Sequence[Column], party: Party, journal: Journal
 ) -> list[Record]:
     with _progress() as progress:
         task = progress.add_task("cells", total=len(examples) * len(wanted))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,10 +21,11 @@ class Evidence:
     Attributes:
         name, task: the example's.
         tokens: of the context.
-        E: of each needle, in the order of the values.
-        D: as many tokens each, at about the same depths: part of no needle, without any
-            answer; fewer than needles where there is no room.
-        values: what the needles hold.
+        E: of each needle: in the order of the values where each holds one; documents in the
+            order of the text.
+        D: as many tokens each of the haystack, at about the same depths: part of no needle,
+            asked for or not, without any answer; fewer than needles where there is no room.
+        values: what the needles hold, of all questions, in their order.
     """
 
     name: str
@@ -37,8 +38,8 @@ class Evidence:
 
 def evidence(example: Example, chat: ChatTemplate) -> Evidence:
     """Find an example's needles and distractors among its tokens."""
-    question = example.questions[0]
-    tokens = len(first_prompt(chat, example, question, "context-only").context_ids)
+    prompt = first_prompt(chat, example, example.questions[0], "context-only")
+    tokens = len(prompt.context_ids)
     spans = TokenSpans(chat, example.context)
     # The text is the last thing in a context: the template's tokens stand before it.
     before = tokens - spans.count
@@ -48,25 +49,39 @@ def evidence(example: Example, chat: ChatTemplate) -> Evidence:
         tokens=tokens,
         E=_shifted(spans, example.needles, before),
         D=_shifted(spans, _distractors(example, spans), before),
-        values=question.references,
+        values=_answers(example),
     )
 
 
-def write_evidence(path: Path, examples: Iterable[Example], chat: ChatTemplate) -> None:
-    """Write one JSON object a line for each example: the fields of `Evidence`."""
+def write_evidence(
+    path: Path, examples: Iterable[Example], chat: ChatTemplate, tell: Callable[[str], object]
+) -> None:
+    """Write one JSON object a line for each example with needles: the fields of `Evidence`.
+
+    Args:
+        tell: called with a line about each task that has none.
+    """
+    without: dict[str, None] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as lines:
         for example in examples:
-            lines.write(json.dumps(asdict(evidence(example, chat))) + "\n")
+            if example.needles:
+                lines.write(json.dumps(asdict(evidence(example, chat))) + "\n")
+            else:
+                without[example.task] = None
+    for task in without:
+        tell(f"no evidence of {task}: no spans of its contexts are known to hold the answers")
 
 
 def _distractors(example: Example, spans: TokenSpans) -> tuple[Span, ...]:
-    if example.distractors:
-        return example.distractors
-    answers = [ref for question in example.questions for ref in question.references]
-    whole = (0, len(example.context))
-    stretches = Stretches(spans, example.context, whole, tuple(answers))
-    return stretches.like(example.needles)
+    context = example.context
+    haystack = example.haystack or (0, len(context))
+    stretches = Stretches(spans, context, haystack, _answers(example))
+    return stretches.like(example.needles, example.decoys)
+
+
+def _answers(example: Example) -> tuple[str, ...]:
+    return tuple(ref for question in example.questions for ref in question.references)
 
 
 def _shifted(spans: TokenSpans, characters: Sequence[Span], by: int) -> tuple[Span, ...]:

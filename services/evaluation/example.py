@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Span = tuple[int, int]
 """Characters [start, end) of a context."""
@@ -42,7 +42,8 @@ class Example:
         length: tokens that were asked for; None for rows from files.
         depth: where the needle is, 0 = start, 1 = end; None without one place.
         needles: spans of the context that hold the answer.
-        distractors: as long, and at about the same depths, without any answer.
+        decoys: spans that are like needles, but are not asked for.
+        haystack: span in which needles are hidden; None without one.
     """
 
     task: str
@@ -52,4 +53,5 @@ class Example:
     length: int | None = None
     depth: float | None = None
     needles: tuple[Span, ...] = ()
-    distractors: tuple[Span, ...] = field(default=(), compare=False)
+    decoys: tuple[Span, ...] = ()
+    haystack: Span | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from criticalkv.services.evaluation.answer import Cell
+from criticalkv.services.evaluation.answer import KL_TOKENS, Cell
 from criticalkv.services.evaluation.niah import TASK as NIAH
 from criticalkv.services.evaluation.record import Record
 from criticalkv.services.evaluation.results import AVERAGE, Measure, Result
@@ -18,7 +18,11 @@ MEANING: Mapping[Measure, str] = {
     "score": "mean score of the benchmark's own metric over examples, 0–100, higher is better",
     "perplexity": "exp of the mean negative log-likelihood, nats per token, lower is better",
 }
-KL = "mean over examples of KL(full ‖ compressed), nats per token of the answer, lower is better"
+KL = "mean over examples of KL(full ‖ compressed), nats per token, lower is better, over "
+KL_OVER: Mapping[Measure, str] = {
+    "score": f"the first {KL_TOKENS} tokens of the full cache's own answer to the first question",
+    "perplexity": "the text's own continuation",
+}
 
 
 def report_of(
@@ -35,7 +39,7 @@ def report_of(
         measure: what the results' scores are.
         results: of `results.results`.
         records: that they are made from.
-        settings: of the run.
+        settings: of the run, and which examples it has.
     """
     headline, meaning = _headline(measure, results)
     details = {
@@ -60,7 +64,8 @@ def _headline(
             result.score.mean,
             MEANING[measure],
         )
-        headline[f"kl {of}"], meaning[f"kl {of}"] = result.kl.mean if result.kl else None, KL
+        headline[f"kl {of}"] = result.kl.mean if result.kl else None
+        meaning[f"kl {of}"] = KL + KL_OVER[measure]
     return headline, meaning
 
 

@@ -1,7 +1,7 @@
 """A run's journal: its settings, then a line for every finished cell. A killed run goes on.
 
-JSON lines, only ever appended to. Which policies, tiers and how many examples a run has is
-not among its settings: they may grow.
+JSON lines, only ever appended to. Which policies, tiers and examples a run has is not among
+its settings: they may grow. An example is known by its name and the digest of its texts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Journal:
             settings: what every line depends on; values of JSON.
 
         Raises:
-            ConfigError: if the file is no journal, is of a run with other settings, is damaged
-                before its last line, or is being written to.
+            ConfigError: if the file is no journal, has cells of a run with other settings, is
+                damaged before its last line, or is being written to.
         """
         self.path = path
         self._records: dict[Key, Record] = {}
@@ -71,11 +71,12 @@ class Journal:
         Raises:
             ConfigError: if it is of an example with this name and other texts.
         """
-        found = self._records.get((example.name, column.canonical, column.cell.tier))
+        key = (example.name, column.canonical, column.cell.tier, column.below)
+        found = self._records.get(key)
         if found is not None and found.digest != digest(example):
             raise ConfigError(
-                f"{self.path}: {example.name} was another text there: data or generator have "
-                "changed; give another --out",
+                f"{self.path}: {example.name} was another text there: its data, its turns or how "
+                "it is made have changed; give another --out",
                 param="out",
             )
         return found
@@ -104,7 +105,12 @@ class Journal:
         if not lines:
             self._begin(header)
             return
-        self._compare(lines[0])
+        there = self._header(lines[0])
+        if len(lines) == 1 and there["format"] == FORMAT:
+            _cut(self._file, 0)  # nothing was finished: nothing can be mixed up
+            self._append(header)
+            return
+        self._compare(there)
         for number, line in enumerate(lines[1:], 2):
             record = self._parsed(number, line)
             self._records[record.key] = record
@@ -117,13 +123,16 @@ class Journal:
         _cut(self._file, 0)
         self._append(header)
 
-    def _compare(self, line: bytes) -> None:
+    def _header(self, line: bytes) -> dict[str, Any]:
         try:
             there = json.loads(line)
         except ValueError as error:
             raise self._foreign() from error
         if not isinstance(there, dict) or "format" not in there:
             raise self._foreign()
+        return there
+
+    def _compare(self, there: Mapping[str, Any]) -> None:
         names = dict.fromkeys([*self._settings, *there])
         other = [name for name in names if there.get(name) != self._settings.get(name)]
         if other:

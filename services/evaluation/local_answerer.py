@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from decimal import Decimal
 
-from criticalkv.services.evaluation.answer import FULL_CELL, Answer, Answers, Cell, History
+from criticalkv.services.evaluation.answer import (
+    FULL_CELL,
+    KL_TOKENS,
+    Answer,
+    Answers,
+    Cell,
+    History,
+)
 from criticalkv.services.evaluation.asking import Round, Steps, rounds
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.forced import divergence, forced
@@ -20,30 +27,31 @@ from criticalkv.services.evaluation.prompt import ROLES, Setting
 from criticalkv.services.evaluation.reading import Reading, check_cells, read_each
 from criticalkv.services.local import LocalEngine, LocalNode, LocalTurn
 from criticalkv.services.local.memory_store import MemoryStore
-from criticalkv.shared.config import DecodeConfig, EvictionConfig
-from criticalkv.shared.errors import CancelledError
+from criticalkv.shared.config import DecodeConfig, EvictionConfig, PrefillConfig
+from criticalkv.shared.errors import CancelledError, DeadlineError
 from criticalkv.shared.model.loader import LoadedModel
 
-DECODE = DecodeConfig(max_num_seqs=64, max_num_batched_tokens=2048, pool_mb=4096)
+SEQS, STEP_TOKENS, POOL_MB = 64, 2048, 4096
 """Wide: what is decoded together shares each reading of the weights."""
-KL_TOKENS = 64
-"""Of an answer, over which KL is measured: the first ones tell most, and all cost the same."""
-END_S = 30.0
-"""Longest wait for answers that were given up to end; they do within one step."""
+END_S = 600.0
+"""Longest wait for answers that were given up to end; they do within one step, a wide one."""
 EVICTION = EvictionConfig(canary_queries=0)
 TURN_S = 3600.0
 """Longest time until an answer has come, all that is decoded beside it included."""
 
-
-@dataclass(frozen=True)
-class _Asked:
-    """A conversation under one cell."""
-
-    cell: Cell
-    steps: Steps
+Asked = dict["Future[list[LocalTurn]]", tuple[Cell, Steps]]
+"""Conversations that were begun."""
 
 
-Asked = dict["Future[list[LocalTurn]]", _Asked]
+def wide(config: DecodeConfig) -> DecodeConfig:
+    """Return a configuration that decodes more together; a pool that was given stays."""
+    more = {
+        "max_num_seqs": max(config.max_num_seqs, SEQS),
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, STEP_TOKENS),
+    }
+    if "pool_mb" not in config.model_fields_set:
+        more["pool_mb"] = POOL_MB
+    return config.model_copy(update=more)
 
 
 class LocalAnswerer:
@@ -55,6 +63,7 @@ class LocalAnswerer:
         history: what later questions follow.
         kl: measure KL along the full cache's own answer to the first question, over its
             first KL_TOKENS tokens, the one that ends it included.
+        prefill: the memory for what policies look at.
         eviction: the tiers that are stored beside those asked for.
         decode: how much is decoded together, and the pool for it.
     """
@@ -66,6 +75,7 @@ class LocalAnswerer:
         setting: Setting = "context-only",
         history: History = "model",
         kl: bool = True,
+        prefill: PrefillConfig | None = None,
         eviction: EvictionConfig | None = None,
         decode: DecodeConfig | None = None,
     ) -> None:
@@ -74,14 +84,16 @@ class LocalAnswerer:
         self._history: History = history
         self._kl = kl
         self._store = MemoryStore()
-        decode = decode or DECODE
-        self._engine = LocalEngine(model, self._store, eviction=eviction or EVICTION, decode=decode)
+        decode = decode or wide(DecodeConfig())
+        self._engine = LocalEngine(
+            model, self._store, prefill=prefill, eviction=eviction or EVICTION, decode=decode
+        )
         self._threads = ThreadPoolExecutor(decode.max_num_seqs, thread_name_prefix="answer")
 
     def close(self) -> None:
-        """End its threads."""
+        """End its threads; one that hangs is not waited for."""
         self._engine.close()
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, cells: Sequence[Cell]) -> None:
         """See Answerer."""
@@ -92,14 +104,16 @@ class LocalAnswerer:
         wanted = tuple(dict.fromkeys(cells))
         found: dict[Cell, dict[int, Answer]] = {cell: {} for cell in wanted}
         for part in rounds(self._model.chat, example, self._setting, self._history):
-            for cell, answers in self._round(part, wanted):
-                found[cell] |= answers
-                if len(found[cell]) == len(example.questions):
-                    yield cell, tuple(found[cell][i] for i in range(len(example.questions)))
+            # Closed at once: what its end raises would be lost in a garbage collection.
+            with closing(self._round(part, wanted)) as running:
+                for cell, answers in running:
+                    found[cell] |= answers
+                    if len(found[cell]) == len(example.questions):
+                        yield cell, tuple(found[cell][i] for i in range(len(example.questions)))
 
     def _round(
         self, part: Round, cells: Sequence[Cell]
-    ) -> Iterator[tuple[Cell, dict[int, Answer]]]:
+    ) -> Generator[tuple[Cell, dict[int, Answer]], None, None]:
         """Ask about one context, then forget it."""
         given_up = threading.Event()
         asked: Asked = {}
@@ -109,14 +123,13 @@ class LocalAnswerer:
             readings = read_each(self._engine, part.context_ids, every)
             self._ask(part, cells, readings, given_up, asked)
             kls = self._kls(asked, readings) if measured else {}
-            for future in tuple(asked) if measured else as_completed(asked):
-                cell, steps = asked[future].cell, asked[future].steps
+            for future in tuple(asked) if measured else _ended(asked):
+                cell, steps = asked[future]
                 if cell in cells:
                     yield cell, _answers(readings[cell], steps, future.result(), kls.get(cell))
         finally:
             given_up.set()
-            wait(asked)
-            self._forget()
+            self._forget(asked)
 
     def _ask(
         self,
@@ -135,7 +148,7 @@ class LocalAnswerer:
                         continue
                     steps = steps[:1]
                 future = self._threads.submit(self._converse, readings[cell], steps, given_up)
-                asked[future] = _Asked(cell, steps)
+                asked[future] = cell, steps
 
     def _converse(
         self, reading: Reading, steps: Steps, given_up: threading.Event
@@ -165,30 +178,52 @@ class LocalAnswerer:
             leaf = turn
         return turns
 
-    def _forget(self) -> None:
-        """Drop an example's nodes, once what was given up has ended, too."""
+    def _forget(self, asked: Asked) -> None:
+        """Drop an example's nodes, once what was given up has ended, too.
+
+        Raises:
+            DeadlineError: if something still runs after END_S.
+        """
         decode, until = self._engine.decode, time.monotonic() + END_S
+        running = wait(asked, END_S).not_done
         while decode.in_flight and time.monotonic() < until:
             time.sleep(0.01)
+        if running or decode.in_flight:
+            raise DeadlineError(f"answers that were given up still run after {END_S:g} s")
         self._store.clear()
         decode.drop_unused()
 
     def _kls(self, asked: Asked, readings: Mapping[Cell, Reading]) -> dict[Cell, float]:
         """Follow the full cache's first answer after every cache, once all have answered."""
-        for future in wait(asked, return_when=FIRST_EXCEPTION).done:
+        for future in _ended(asked):
             future.result()
         turns, steps = next(
-            (future.result(), of.steps)
-            for future, of in asked.items()
-            if of.cell == FULL_CELL and of.steps[0].index == 0
+            (future.result(), steps)
+            for future, (cell, steps) in asked.items()
+            if cell == FULL_CELL and steps[0].index == 0
         )
         drawn = [token for delta in turns[0].deltas for token in delta.sampled][:KL_TOKENS]
         others = [cell for cell in readings if cell != FULL_CELL]
-        caches = (readings[cell].cache(self._engine) for cell in (FULL_CELL, *others))
+        caches = ((cell, readings[cell].cache(self._engine)) for cell in (FULL_CELL, *others))
         rows = forced(self._model, caches, steps[0].token_ids, drawn)
-        full = next(rows)
-        kls = {cell: divergence(full, row) for cell, row in zip(others, rows, strict=True)}
+        _, full = next(rows)
+        kls = {cell: divergence(full, row) for cell, row in rows}
         return {FULL_CELL: 0.0, **kls}
+
+
+def _ended(asked: Asked) -> Iterator[Future[list[LocalTurn]]]:
+    """Yield conversations as they end.
+
+    Raises:
+        DeadlineError: if none ends for longer than the longest may take.
+    """
+    longest = TURN_S * max((len(steps) for _, steps in asked.values()), default=0) + END_S
+    running = set(asked)
+    while running:
+        ended, running = wait(running, longest, FIRST_COMPLETED)
+        if not ended:
+            raise DeadlineError(f"no answer within {longest:g} s")
+        yield from ended
 
 
 def _answers(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 STOP_S = 10.0
-"""Longest wait for its end."""
+"""Longest wait for each step of its end."""
+log = logging.getLogger(__name__)
 
 
 class LoopThread:
@@ -26,15 +28,30 @@ class LoopThread:
         """Begin; cancelling the future cancels the work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def cancel(self) -> None:
-        """Cancel what runs, and wait until it has ended."""
-        self.start(_cancel_others()).result(STOP_S)
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel what runs, do one thing more, and end the thread.
 
-    def close(self) -> None:
-        """End the thread."""
+        What does not end in time is left to the thread: an error of its own would hide the
+        one for which it is closed.
+        """
+        try:
+            self._finish(_cancel_others())
+            self._finish(last)
+        finally:
+            self._stop()
+
+    def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        future = self.start(work)
+        if wait((future,), STOP_S).done:
+            future.result()
+        else:
+            log.warning("a request to the service did not end within %g s", STOP_S)
+
+    def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
-        self._loop.close()
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 async def _cancel_others() -> None:

@@ -1,4 +1,4 @@
-"""How likely texts are to a model in this process; see `asked` for questions."""
+"""How likely texts are to a model in this process; see `party` for questions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from criticalkv.services.evaluation.answer import Cell
-from criticalkv.services.evaluation.asked import Asked, config_of
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.options import PerplexityOptions
+from criticalkv.services.evaluation.party import Party, config_of
 from criticalkv.services.evaluation.perplexity import Likelihood, Perplexity, Window, Windows
 from criticalkv.shared.errors import ContextLengthError
 from criticalkv.shared.model.loader import LoadedModel, load_model
@@ -17,11 +17,11 @@ from criticalkv.shared.model.loader import LoadedModel, load_model
 @contextmanager
 def measured(
     options: PerplexityOptions, lengths: Sequence[int], cells: Sequence[Cell]
-) -> Iterator[Asked]:
+) -> Iterator[Party]:
     """Load a model; give back what it takes at the end.
 
     Raises:
-        As `asked` does; ContextLengthError for a length that the model has not.
+        As `party` does; ContextLengthError for a length that the model has not.
     """
     config = config_of(options, cells)
     model = load_model(config.model, options.threads)
@@ -35,9 +35,9 @@ def measured(
     def ask(example: Example, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Likelihood]]:
         return meter.measure(windows[example.name], cells)
 
-    with closing(Perplexity(model, config.eviction)) as meter:
+    with closing(Perplexity(model, prefill=config.prefill, eviction=config.eviction)) as meter:
         meter.check(cells)
-        yield Asked(model.spec, model.chat, examples, ask)
+        yield Party(model.spec, model.chat, examples, ask)
 
 
 def _windows(

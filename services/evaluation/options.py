@@ -12,8 +12,13 @@ from criticalkv.shared.options import ConfigFile, Model, Plots, Threads
 
 Through = Literal["local", "service"]
 """Who answers: this process, or a running service."""
-Tasks = Annotated[str | None, typer.Option(help="Comma-separated; default all.")]
-Lengths = Annotated[str, typer.Option(help="Of contexts, in tokens, comma-separated.")]
+Lengths = Annotated[
+    str,
+    typer.Option(
+        help="Tokens, comma-separated: all of the prompt (context, first question, template) "
+        "and the most tokens of its answer."
+    ),
+]
 Num = Annotated[int, typer.Option(min=1, help="Examples of each task and length.")]
 Essays = Annotated[
     Path | None,
@@ -93,7 +98,16 @@ class AskingOptions(Options):
 class RulerOptions(AskingOptions):
     """Of `ruler`."""
 
-    tasks: Tasks = None
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: niah_single_1, niah_single_2, niah_single_3, "
+            "niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multivalue, "
+            "niah_multiquery, vt, cwe, fwe; from --data: qa_1 (squad.json or xquad_en.json), "
+            "qa_2 (hotpotqa.json or hotpotqa_100.json). Default: all that can be made, or of "
+            "which --rows has a file."
+        ),
+    ] = None
     lengths: Lengths = "4096"
     num: Num = 25
     essays: Essays = None
@@ -108,7 +122,14 @@ class RulerOptions(AskingOptions):
 class LongBenchOptions(AskingOptions):
     """Of `longbench`."""
 
-    tasks: Tasks = None
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated; default all: narrativeqa, qasper, multifieldqa_en, hotpotqa, "
+            "2wikimqa, musique, gov_report, qmsum, multi_news, trec, triviaqa, samsum, "
+            "passage_count, passage_retrieval_en, lcc, repobench-p."
+        ),
+    ] = None
     num: Annotated[int | None, typer.Option(min=1, help="First rows of each; default all.")] = None
 
 
@@ -116,7 +137,15 @@ class LongBenchOptions(AskingOptions):
 class SCBenchOptions(AskingOptions):
     """Of `scbench`."""
 
-    tasks: Tasks = None
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated. Made here, and the default: retr_kv, math_find, "
+            "multi_needle. From --data: scbench_kv (scbench_kv.jsonl), scbench_mf "
+            "(scbench_mf.jsonl), en_qa (scbench_qa_eng.jsonl or en_qa.jsonl), kv75 "
+            "(kv75_60.jsonl)."
+        ),
+    ] = None
     lengths: Lengths = "4096"
     num: Num = 25
     turns: Annotated[int, typer.Option(min=1, help="Questions of each example.")] = 5
@@ -124,6 +153,7 @@ class SCBenchOptions(AskingOptions):
         Literal["model", "gold", "none"],
         typer.Option(help="What later questions follow: answers as given, right ones, nothing."),
     ] = "model"
+    evidence: Evidence = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +173,10 @@ class NiahOptions(AskingOptions):
 class PerplexityOptions(Options):
     """Of `perplexity`."""
 
-    lengths: Lengths = "1024"
+    lengths: Annotated[
+        str,
+        typer.Option(help="Tokens of contexts, comma-separated; --continuation follows them."),
+    ] = "1024"
     num: Num = 25
     continuation: Annotated[int, typer.Option(min=1, help="Tokens judged after a context.")] = 128
     through: Annotated[Through, typer.Option(help="Only local: a service tells no logits.")] = (

@@ -22,7 +22,7 @@ from criticalkv.services.evaluation.needles import ESSAYS
 from criticalkv.services.evaluation.reading import Reading, check_cells, read_each
 from criticalkv.services.local import LocalEngine
 from criticalkv.services.local.memory_store import MemoryStore
-from criticalkv.shared.config import DecodeConfig, EvictionConfig
+from criticalkv.shared.config import DecodeConfig, EvictionConfig, PrefillConfig
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.model.loader import LoadedModel
 from criticalkv.shared.python_reference import python_reference
@@ -124,13 +124,21 @@ def _opening(model: LoadedModel) -> tuple[int, ...]:
 class Perplexity:
     """Measures cells on windows, each window's forward once. One window at a time."""
 
-    def __init__(self, model: LoadedModel, eviction: EvictionConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        prefill: PrefillConfig | None = None,
+        eviction: EvictionConfig | None = None,
+    ) -> None:
         self._model = model
         self._store = MemoryStore()
-        eviction = eviction or EvictionConfig(canary_queries=0)
-        # Nothing is decoded here.
         self._engine = LocalEngine(
-            model, self._store, eviction=eviction, decode=DecodeConfig(pool_mb=1)
+            model,
+            self._store,
+            prefill=prefill,
+            eviction=eviction or EvictionConfig(canary_queries=0),
+            decode=DecodeConfig(pool_mb=1),  # nothing is decoded here
         )
 
     def close(self) -> None:
@@ -146,14 +154,15 @@ class Perplexity:
 
         Raises:
             CriticalKVError: before the first, of what cannot be computed.
+            NumericsError: naming a cell whose log probabilities are not finite.
         """
         every = dict.fromkeys((FULL_CELL, *cells))
         try:
             readings = read_each(self._engine, window.context_ids, every)
-            caches = (readings[cell].cache(self._engine) for cell in every)
+            caches = ((cell, readings[cell].cache(self._engine)) for cell in every)
             rows = forced(self._model, caches, [window.next_id], window.answer_ids)
             full = None
-            for cell, row in zip(every, rows, strict=True):
+            for cell, row in rows:
                 full = row if full is None else full
                 if cell in cells:
                     yield cell, _likelihood(row, full, window.answer_ids, readings[cell])

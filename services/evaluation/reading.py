@@ -13,6 +13,9 @@ from criticalkv.shared.errors import InvalidRequestError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE, canonical_tier
 
+PREFILL_S = 3600.0
+"""Longest time of a context's forward, and of each policy after it."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -52,9 +55,11 @@ def read_each(
 
     Raises:
         PolicyError, ContextLengthError: before anything is computed.
+        DeadlineError: if one of its policies takes longer than PREFILL_S.
     """
     tiers = {canonical_tier(cell.tier) for cell in cells if not has_one_tier(cell.policy)}
-    nodes = engine.compress_each(context_ids, [_name(c.policy) for c in cells], tiers=tiers)
+    names = [_name(cell.policy) for cell in cells]
+    nodes = engine.compress_each(context_ids, names, tiers=tiers, deadline_s=PREFILL_S)
     return {
         cell: Reading.of(nodes[_name(cell.policy)][tier], tier)
         for cell, tier in ((cell, canonical_tier(cell.tier)) for cell in cells)
@@ -70,12 +75,23 @@ def check_cells(engine: LocalEngine, cells: Collection[Cell]) -> None:
     """
     for cell in cells:
         engine.prefill.check(_name(cell.policy))
-        try:
-            tier = canonical_tier(cell.tier)
-        except ValueError as error:
-            raise InvalidRequestError(str(error), param="tiers") from error
-        if tier != FULL_CELL.tier and has_one_tier(cell.policy):
-            raise InvalidRequestError(f"{cell.policy} has one tier, 1, not {tier}", param="tiers")
+        checked_tier(cell)
+
+
+def checked_tier(cell: Cell) -> str:
+    """Return a cell's tier as nodes name it.
+
+    Raises:
+        PolicyError: if its policy is none.
+        InvalidRequestError: if the policy has no such tier.
+    """
+    try:
+        tier = canonical_tier(cell.tier)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), param="tiers") from error
+    if tier != FULL_CELL.tier and has_one_tier(cell.policy):
+        raise InvalidRequestError(f"{cell.policy} has one tier, 1, not {tier}", param="tiers")
+    return tier
 
 
 def has_one_tier(policy: str) -> bool:

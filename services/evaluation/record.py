@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Outcome: TypeAlias = "Answers | Likelihood"
 """What came of an example under one cell."""
-Key = tuple[str, str, str]
-"""(example, canonical policy, tier)."""
+Key = tuple[str, str, str, tuple[str, ...]]
+"""(example, canonical policy, tier, tiers below that its values depend on)."""
 
 
 class _Line(BaseModel):
@@ -75,6 +75,7 @@ class Record(_Line):
         digest: sha256 of its texts: another example is not taken for it.
         policy: as its user spelled it, or "full".
         canonical: its full textual form.
+        below: see `Column`.
         turns: one for each question; none where a text's likelihood was measured.
         likelihood: of that text.
         seconds: from the example's begin until it was finished.
@@ -88,6 +89,7 @@ class Record(_Line):
     policy: str
     canonical: str
     tier: str
+    below: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
     likelihood: Continued | None = None
     seconds: float
@@ -104,6 +106,7 @@ class Record(_Line):
             policy=column.cell.policy,
             canonical=column.canonical,
             tier=column.cell.tier,
+            below=column.below,
             **_outcome(example, outcome),
             seconds=round(seconds, 3),
         )
@@ -116,7 +119,7 @@ class Record(_Line):
     @property
     def key(self) -> Key:
         """What makes it the only one of its journal."""
-        return self.name, self.canonical, self.tier
+        return self.name, self.canonical, self.tier, self.below
 
 
 def _outcome(example: Example, outcome: Outcome) -> dict[str, Any]:

@@ -33,11 +33,13 @@ def run(
         advance: called with the number of cells that are done more than before.
 
     Raises:
+        ConfigError: before anything is asked, if the journal has another example of a name.
         CriticalKVError: naming the example that failed; what is in the journal stands.
     """
     records = []
-    for example in examples:
-        found = {column: journal.find(example, column) for column in columns}
+    # All of them first: an example that is another one there is said before hours of others.
+    known = [{column: journal.find(example, column) for column in columns} for example in examples]
+    for example, found in zip(examples, known, strict=True):
         missing = [column for column, record in found.items() if record is None]
         advance(len(columns) - len(missing))
         found |= _ask(example, missing, ask, journal, advance)

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from openai import APIError, AsyncOpenAI
+from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel, ValidationError
 
-from criticalkv.services.evaluation.answer import (
-    FULL,
-    FULL_CELL,
-    Answer,
-    Answers,
-    Cell,
-    History,
-)
+from criticalkv.services.evaluation.answer import FULL, Answer, Answers, Cell, History
 from criticalkv.services.evaluation.example import Example, Question
-from criticalkv.services.evaluation.failure import failure
-from criticalkv.services.evaluation.loop_thread import STOP_S, LoopThread
+from criticalkv.services.evaluation.failure import bounded
+from criticalkv.services.evaluation.loop_thread import LoopThread
 from criticalkv.services.evaluation.prompt import Setting, first_message, gold_messages
-from criticalkv.services.evaluation.reading import has_one_tier
+from criticalkv.services.evaluation.reading import checked_tier
+from criticalkv.shared.api_key import check_api_key
 from criticalkv.shared.errors import (
     CriticalKVError,
-    DeadlineError,
-    InvalidRequestError,
     ModelNotFoundError,
 )
 from criticalkv.shared.eviction.policy import Policy
-from criticalkv.shared.identity import POLICY_DENSE, canonical_tier
+from criticalkv.shared.identity import POLICY_DENSE
 from criticalkv.shared.model.chat import Message, Part
 
 FULL_POLICY = "streamingllm"
@@ -82,26 +74,29 @@ class Reply:
 class ServiceAnswerer:
     """See Answerer. Token ids and KL are unknown.
 
-    Two things are as the service is configured: a policy reads the stored tier next below the
-    one that is asked for, which the answer's `tier` says; and more new tokens at once than
-    `gateway.decode_max_suffix_tokens`, or a conversation of more turns than
-    `eviction.fold_after`, are compressed, too.
+    Two things are as the service is configured: a cell reads the highest stored tier that is
+    not above its own, or else the lowest, which the answer's `tier` says; and a question of
+    more tokens than `gateway.decode_max_suffix_tokens`, its answer's prefix included, or a
+    conversation of more nodes than `eviction.fold_after`, is compressed, too.
 
     Args:
         base_url: of the service's API, with its `/v1`.
         api_key: of the service.
-        model: its name there; None = the one that is served.
+        model: its name there.
         setting: whether policies see the first question.
         history: what later questions follow.
         concurrency: most requests at once.
         timeout_s: longest time until an answer has come, retries included.
+
+    Raises:
+        ConfigError: if no request can carry the key.
     """
 
     def __init__(
         self,
         base_url: str,
         api_key: str,
-        model: str | None = None,
+        model: str,
         *,
         setting: Setting = "context-only",
         history: History = "model",
@@ -109,7 +104,10 @@ class ServiceAnswerer:
         timeout_s: float = 600.0,
     ) -> None:
         self._client = AsyncOpenAI(
-            base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=RETRIES
+            base_url=base_url,
+            api_key=check_api_key(api_key),
+            timeout=timeout_s,
+            max_retries=RETRIES,
         )
         self._model = model
         self._setting: Setting = setting
@@ -120,14 +118,12 @@ class ServiceAnswerer:
 
     def close(self) -> None:
         """Cancel what runs, and close the connections."""
-        self._loop.cancel()
-        self._loop.start(self._client.close()).result(STOP_S)
-        self._loop.close()
+        self._loop.close(self._client.close())
 
     def check(self, cells: Sequence[Cell]) -> None:
         """See Answerer; the service must be there, and serve the model."""
         _askings(cells)
-        self._loop.start(self._find_model()).result()
+        self._loop.start(self._check_model()).result()
 
     def answer(self, example: Example, cells: Iterable[Cell]) -> Iterator[tuple[Cell, Answers]]:
         """See Answerer."""
@@ -145,24 +141,20 @@ class ServiceAnswerer:
             for future in running:
                 future.cancel()
 
-    async def _find_model(self) -> str:
-        """Return the name of the model to ask."""
+    async def _check_model(self) -> None:
         what = "the service's models"
         client = self._client.with_options(max_retries=FEW_RETRIES)
-        async with _bounded(what, self._timeout_s):
+        async with bounded(what, self._timeout_s):
             served = [model.id async for model in client.models.list()]
-        if self._model is None and len(served) == 1:
-            self._model = served[0]
         if self._model not in served:
             raise ModelNotFoundError(f"{what}: {', '.join(served)}, not {self._model}")
-        return self._model
 
     async def _ask_all(
         self, example: Example, asking: _Asking, prefilled: asyncio.Event, *, leads: bool
     ) -> Answers:
         """Ask a cell's questions; the first of all that its policy is asked goes alone."""
         if not leads:
-            await prefilled.wait()  # for no longer than one answer takes
+            await prefilled.wait()  # ends: all that stands before it has a deadline
         replies: list[Reply] = []
         try:
             for index in range(len(example.questions)):
@@ -182,10 +174,9 @@ class ServiceAnswerer:
         context = {"context_id": before[-1].handle} if goes_on else {}
         body = _body(self._messages(example, index), example.questions[index])
         body["extra_body"]["criticalkv"] = asking.extension | context
-        model = self._model or await self._find_model()
-        async with self._places, _bounded(what, self._timeout_s):
-            completion = await self._client.chat.completions.create(model=model, **body)
-        reply = _reply(completion)
+        async with self._places, bounded(what, self._timeout_s):
+            completion = await self._client.chat.completions.create(model=self._model, **body)
+        reply = _reply(what, completion)
         return same_context(what, reply, before[0].answer) if goes_on else reply
 
     def _messages(self, example: Example, index: int) -> list[Message]:
@@ -204,7 +195,7 @@ def _askings(cells: Sequence[Cell]) -> list[_Asking]:
     Raises:
         PolicyError, InvalidRequestError: naming what cannot be asked.
     """
-    found = [(cell, _policy(cell), _tier(cell)) for cell in cells]
+    found = [(cell, _policy(cell), checked_tier(cell)) for cell in cells]
     highest: dict[str, str] = {}
     for _, policy, tier in found:
         highest[policy] = max(highest.get(policy, tier), tier, key=Decimal)
@@ -213,16 +204,6 @@ def _askings(cells: Sequence[Cell]) -> list[_Asking]:
 
 def _policy(cell: Cell) -> str:
     return Policy.parse(FULL_POLICY if cell.policy == FULL else cell.policy).canonical()
-
-
-def _tier(cell: Cell) -> str:
-    try:
-        tier = canonical_tier(cell.tier)
-    except ValueError as error:
-        raise InvalidRequestError(str(error), param="tiers") from error
-    if tier != FULL_CELL.tier and has_one_tier(cell.policy):
-        raise InvalidRequestError(f"{cell.policy} has one tier, 1, not {tier}", param="tiers")
-    return tier
 
 
 def _body(messages: Sequence[Message], question: Question) -> dict[str, Any]:
@@ -245,17 +226,29 @@ def _part(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": part.text, **mark}
 
 
-def _reply(completion: ChatCompletion) -> Reply:
+class _Read(BaseModel):
+    """What the service says that an answer read, and whether it stored the turn."""
+
+    tier: str
+    retained_fraction: float
+    kept_bytes: int
+    published: bool
+
+
+def _reply(what: str, completion: ChatCompletion) -> Reply:
+    try:
+        read = _Read.model_validate((completion.model_extra or {}).get("criticalkv"))
+    except ValidationError as error:
+        raise CriticalKVError(f"{what}: the service does not say what it read") from error
     choice = completion.choices[0]
-    extension = (completion.model_extra or {})["criticalkv"]
     answer = Answer(
         text=choice.message.content or "",
         finish_reason=choice.finish_reason,
-        tier=extension["tier"],
-        kept=extension["retained_fraction"],
-        kept_bytes=extension["kept_bytes"],
+        tier=read.tier,
+        kept=read.retained_fraction,
+        kept_bytes=read.kept_bytes,
     )
-    return Reply(answer, completion.id, extension["published"])
+    return Reply(answer, completion.id, read.published)
 
 
 def same_context(what: str, reply: Reply, first: Answer) -> Reply:
@@ -268,15 +261,3 @@ def same_context(what: str, reply: Reply, first: Answer) -> Reply:
     if answer.tier != first.tier:
         raise CriticalKVError(f"{what}: read at tier {answer.tier}, before at {first.tier}")
     return replace(reply, answer=replace(answer, kept=first.kept, kept_bytes=first.kept_bytes))
-
-
-@asynccontextmanager
-async def _bounded(what: str, seconds: float) -> AsyncIterator[None]:
-    """Give a request's failures their types, and end it after so long."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise DeadlineError(f"{what}: no answer within {seconds:g} seconds") from error
-    except APIError as error:
-        raise failure(what, error) from error

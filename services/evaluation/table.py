@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
+from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -17,19 +20,25 @@ NOTHING = "–"
 def table(results: Sequence[Result], measure: Measure, title: str) -> Table:
     """Return the rows, task after task; columns for turns if there are several."""
     turns = max(len(result.turns) for result in results)
-    made = Table(title=title, title_justify="left")
-    before, after = ("task", "length", "policy", "tier", "cases"), ("95 %", "KL", "kept", "MB")
-    for name in (*before, measure, *after):
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for name in _columns(measure, turns):
         made.add_column(name, no_wrap=True, justify="left" if name in WORDS else "right")
-    for turn in range(1, turns + 1) if turns > 1 else ():
-        made.add_column(f"turn {turn}", no_wrap=True, justify="right")
-    for result, following in zip(results, [*results[1:], None], strict=True):
-        last = following is None or _place(following) != _place(result)
-        made.add_row(*_row(result, turns), end_section=last)
+    for _, rows in groupby(results, _place):
+        for number, result in enumerate(section := list(rows), 1):
+            place = _place(result) if number == 1 else ("", "")
+            made.add_row(*place, *_row(result, measure, turns), end_section=number == len(section))
     return made
 
 
 WORDS = ("task", "policy")
+SHORT: Mapping[Measure, str] = {"score": "score", "perplexity": "PPL"}
+DIGITS: Mapping[Measure, int] = {"score": 1, "perplexity": 2}
+
+
+def _columns(measure: Measure, turns: int) -> Iterator[str]:
+    yield from ("task", "length", "policy", "tier", "n", SHORT[measure], "95 %", "KL", "kept", "MB")
+    if turns > 1:
+        yield from (f"turn {turn}" for turn in range(1, turns + 1))
 
 
 def show(console: Console, shown: Table) -> None:
@@ -39,20 +48,19 @@ def show(console: Console, shown: Table) -> None:
     console.print(shown)
 
 
-def _place(result: Result) -> tuple[str, int | None]:
-    return result.task, result.length
+def _place(result: Result) -> tuple[str, str]:
+    return result.task, NOTHING if result.length is None else str(result.length)
 
 
-def _row(result: Result, turns: int) -> list[str]:
+def _row(result: Result, measure: Measure, turns: int) -> list[str]:
+    digits = DIGITS[measure]
     places = [f"{score:.1f}" for score in result.turns] + [NOTHING] * (turns - len(result.turns))
     return [
-        result.task,
-        NOTHING if result.length is None else str(result.length),
         result.cell.policy,
         result.cell.tier,
         str(result.score.count),
-        f"{result.score.mean:.1f}",
-        _interval(result.score),
+        f"{result.score.mean:.{digits}f}",
+        _interval(result.score, digits),
         NOTHING if result.kl is None else f"{result.kl.mean:.4f}",
         f"{result.kept:.3f}",
         f"{result.kept_bytes / 1e6:.2f}",
@@ -60,5 +68,8 @@ def _row(result: Result, turns: int) -> list[str]:
     ]
 
 
-def _interval(estimate: Estimate) -> str:
-    return f"{estimate.low:.1f}–{estimate.high:.1f}"
+def _interval(estimate: Estimate, digits: int) -> str:
+    """Show an interval; of one case, or of equal ones, a bootstrap has none."""
+    if math.isclose(estimate.low, estimate.high):
+        return NOTHING
+    return f"{estimate.low:.{digits}f}–{estimate.high:.{digits}f}"

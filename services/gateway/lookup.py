@@ -161,8 +161,21 @@ def answers_with(record: TokenRecord, text: str, template: ChatTemplate) -> bool
     start = _last_index(ids, prompt)
     if start < 0:
         return False
-    said = template.decode(ids[start + len(prompt) :])
-    return said.startswith(text) and len(said) - len(text) <= MAX_EXTRA_CHARS
+    return any(
+        said.startswith(text) and len(said) - len(text) <= MAX_EXTRA_CHARS
+        for said in _texts(ids[start + len(prompt) :], template)
+    )
+
+
+def _texts(ids: Sequence[int], template: ChatTemplate) -> tuple[str, str]:
+    """Return the text of tokens, at a text's start and within one.
+
+    SentencePiece's decoders take the first space of a text away. That of an answer which
+    goes on after given words is among these.
+    """
+    before = template.encode_content("a")
+    within = template.decode([*before, *ids]).removeprefix(template.decode(before))
+    return template.decode(ids), within
 
 
 def _last_index(ids: Sequence[int], part: Sequence[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,12 +13,11 @@ from typing import Any
 
 from criticalkv.services.decode.engine import DecodeEngine
 from criticalkv.services.local.memory_store import MemoryStore
-from criticalkv.services.local.side_by_side import SideBySide
 from criticalkv.services.prefill.context_pass import ComputedContext
 from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.config import DecodeConfig, EvictionConfig, ModelConfig, PrefillConfig
-from criticalkv.shared.errors import InvalidRequestError
+from criticalkv.shared.errors import DeadlineError, InvalidRequestError
 from criticalkv.shared.eviction.policy import Policy, canonical_turn_policy, codec_of
 from criticalkv.shared.identity import (
     POLICY_DENSE,
@@ -41,6 +41,8 @@ from criticalkv.shared.requests import (
 )
 
 SALT = tenant_salt("local")
+DEADLINE_S = 600.0
+"""Longest time of a prefill, or of a turn, if the caller says nothing."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,14 @@ class LocalEngine:
         model: LoadedModel,
         store: NodeStore | None = None,
         *,
+        prefill: PrefillConfig | None = None,
         eviction: EvictionConfig | None = None,
         decode: DecodeConfig | None = None,
     ) -> None:
         self.model = model
         self.store: NodeStore = MemoryStore() if store is None else store
         self.prefill = PrefillEngine(
-            model, self.store, PrefillConfig(), eviction or EvictionConfig()
+            model, self.store, prefill or PrefillConfig(), eviction or EvictionConfig()
         )
         self.decode = DecodeEngine(model, self.store, decode or DecodeConfig())
 
@@ -121,6 +124,7 @@ class LocalEngine:
         *,
         policy: str = "default",
         store_tier: float | str = "1",
+        deadline_s: float = DEADLINE_S,
     ) -> LocalNode:
         """Compute, compress and keep a context.
 
@@ -129,13 +133,18 @@ class LocalEngine:
             policy: scorer+allocator+selector[:k=v,…], a preset's name, or "dense"; with
                 codec=int8 or int4 among the options, entries are kept in so many bits.
             store_tier: highest kept fraction that can be asked for later.
+            deadline_s: longest time until it is kept.
+
+        Raises:
+            DeadlineError: nothing is kept.
         """
         messages = [Message("user", (Part(context),))] if isinstance(context, str) else context
         pieces = self.model.chat.render(messages, add_generation_prompt=False)
         last = max(i for i, piece in enumerate(pieces) if piece.kind == "content")
         ids = [token for piece in pieces[: last + 1] for token in piece.ids]
+        roles = tuple(m.role for m in messages)
         return self.compress_tokens(
-            ids, policy=policy, store_tier=store_tier, roles=tuple(m.role for m in messages)
+            ids, policy=policy, store_tier=store_tier, roles=roles, deadline_s=deadline_s
         )
 
     def compress_tokens(
@@ -147,8 +156,9 @@ class LocalEngine:
         parent: LocalNode | None = None,
         tier: float | str | None = None,
         roles: tuple[str, ...] = (),
+        deadline_s: float = DEADLINE_S,
     ) -> LocalNode:
-        """Compress raw tokens, alone or after `parent` read at `tier`."""
+        """Compress raw tokens, alone or after `parent` read at `tier`; see `compress`."""
         request = self._request(
             token_ids,
             policy,
@@ -156,6 +166,7 @@ class LocalEngine:
             parent.salt if parent else SALT,
             tuple(manifest.node_id for manifest in self._chain(parent)),
             self._view(parent, tier),
+            deadline_s=deadline_s,
         )
         result = self.prefill.run(request)
         roles = (parent.roles if parent else ()) + roles
@@ -169,11 +180,14 @@ class LocalEngine:
         store_tier: float | str = "1",
         tiers: Iterable[float | str] = (),
         roles: tuple[str, ...] = (),
+        deadline_s: float = DEADLINE_S,
     ) -> dict[str, dict[str, LocalNode]]:
         """Compress raw tokens under several policies; their forward runs once.
 
-        The full KV lives until all of them are compressed. A stepwise policy's KV is not
-        that of this forward: it runs one of its own.
+        Until all of them are compressed, every layer's keys and values live, and its queries
+        and outputs, from which policies score: 1 + query heads ÷ KV heads times the full KV,
+        so 4 times with 9 query heads on 3. A stepwise policy's KV is not that of this
+        forward: it runs one of its own.
 
         Args:
             token_ids: a context without ancestors.
@@ -182,6 +196,7 @@ class LocalEngine:
             tiers: kept fractions that will be asked for, up to any; instead of the configured
                 ones up to `store_tier`.
             roles: of the messages so far.
+            deadline_s: longest time of the forward, and of each node after it.
 
         Returns:
             By policy, as it was given, and by tier: the node to read at that tier. It is one
@@ -191,21 +206,31 @@ class LocalEngine:
 
         Raises:
             PolicyError, ContextLengthError: before anything is computed.
+            DeadlineError: nodes that were made before it stay.
         """
         wanted = _ascending(tiers) or self.prefill.tiers_up_to(canonical_tier(store_tier))
         each = dict.fromkeys(policies)
         for policy in each:
             self.prefill.check(policy, len(token_ids))
-        context = SideBySide(self.model, token_ids).computed
-        return {policy: self._every_tier(context, policy, wanted, roles) for policy in each}
+        context = ComputedContext.of(self.model, token_ids, _deadline(deadline_s))
+        return {
+            policy: self._every_tier(context, policy, wanted, roles, deadline_s) for policy in each
+        }
 
     def _every_tier(
-        self, context: ComputedContext, policy: str, tiers: tuple[str, ...], roles: tuple[str, ...]
+        self,
+        context: ComputedContext,
+        policy: str,
+        tiers: tuple[str, ...],
+        roles: tuple[str, ...],
+        deadline_s: float,
     ) -> dict[str, LocalNode]:
         """Publish one policy's node, or nodes, of a context that has run."""
 
         def node(tiers: tuple[str, ...], salt: str) -> LocalNode:
-            request = self._request(context.token_ids, policy, tiers[-1], salt)
+            request = self._request(
+                context.token_ids, policy, tiers[-1], salt, deadline_s=deadline_s
+            )
             result = self.prefill.run(request, context=context, tiers=tiers)
             return LocalNode(request.node_id, roles, True, result, salt)
 
@@ -229,6 +254,8 @@ class LocalEngine:
         salt: str,
         ancestors: tuple[str, ...] = (),
         view: tuple[str, ...] = (),
+        *,
+        deadline_s: float = DEADLINE_S,
     ) -> PrefillRequest:
         """Describe a node."""
         spec = self.model.spec
@@ -252,6 +279,7 @@ class LocalEngine:
             salt=salt,
             ancestors=ancestors,
             view=view,
+            deadline_s=deadline_s,
         )
 
     def ask(
@@ -337,7 +365,7 @@ class LocalEngine:
         policy: str = POLICY_DENSE,
         roles: tuple[str, ...] = (),
         keep: bool = True,
-        deadline_s: float = 600.0,
+        deadline_s: float = DEADLINE_S,
         check: Callable[[], None] = lambda: None,
         begun: int = 0,
         **sampling: Any,
@@ -417,6 +445,17 @@ class LocalEngine:
         last = self.manifest(leaf)
         above = [LocalNode(node_id, (), False) for node_id in last.ancestors]
         return [*(self.manifest(node) for node in above), last]
+
+
+def _deadline(seconds: float) -> Callable[[], None]:
+    """Return a check that raises DeadlineError once so many seconds have passed."""
+    until = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise DeadlineError("the prefill's deadline has passed")
+
+    return check
 
 
 def _ascending(tiers: Iterable[float | str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from criticalkv.services.prefill.context_pass import ComputedContext, ContextPass, LayerPass
+from criticalkv.services.prefill.context_pass import ComputedContext, LayerPass
 from criticalkv.services.prefill.kvpress_replay import replay_pass_of
 from criticalkv.services.prefill.own_scores import OwnScores, evictable_layers, own_scores
 from criticalkv.services.prefill.spooled_layer import SpooledLayer
@@ -48,29 +48,12 @@ class SideBySide:
     def __init__(self, model: LoadedModel, token_ids: Sequence[int]) -> None:
         """Run the context once and keep what every scorer may need."""
         self._model = model
-        self._ids = tuple(token_ids)
-        self._layers: list[LayerPass] = []
-        plan = ContextPass(model, Chain(), self, lambda: None)
-        tokens = torch.tensor(self._ids, device=model.device)
-        positions = torch.arange(len(self._ids), device=model.device)
-        none = torch.empty(0, dtype=torch.int64, device=model.device)
-        started = time.perf_counter()
-        forward(model.model, tokens, positions, plan, none)
-        self.forward_s = time.perf_counter() - started
-
-    def take(self, layer: LayerPass) -> None:
-        """See LayerSink."""
-        self._layers.append(layer)
+        self._context = ComputedContext.of(model, token_ids)
 
     @property
     def layers(self) -> Sequence[LayerPass]:
         """What each layer's forward computed, in order."""
-        return self._layers
-
-    @property
-    def computed(self) -> ComputedContext:
-        """What the prefill engine publishes nodes of, without another forward."""
-        return ComputedContext(self._ids, tuple(self._layers), self.forward_s)
+        return self._context.layers
 
     def compress(
         self, policy: Policy, tiers: Sequence[str], profile: Profile | None = None
@@ -96,18 +79,18 @@ class SideBySide:
         """
         if policy.is_stepwise:
             raise PolicyError("a stepwise policy needs a forward of its own", param="policy")
-        looked = [own_scores(self._model, self._first_look(policy), x, 0) for x in self._layers]
+        looked = [own_scores(self._model, self._first_look(policy), x, 0) for x in self.layers]
         if policy.scorer != "replay":
             return looked
-        spooled = [SpooledLayer.of(self._model, policy, x, 0) for x in self._layers]
+        spooled = [SpooledLayer.of(self._model, policy, x, 0) for x in self.layers]
         replay = replay_pass_of(policy)
-        replay(self._model, policy, Chain(), spooled, lambda: None).run(self._ids)
+        replay(self._model, policy, Chain(), spooled, lambda: None).run(self._context.token_ids)
         pairs = zip(looked, spooled, strict=True)
         return [part._replace(scores=x.scores or part.scores) for part, x in pairs]
 
     def full(self) -> RaggedCache:
         """The untouched cache, as tier 1 of anything."""
-        kept = [own_scores(self._model, None, layer, 0) for layer in self._layers]
+        kept = [own_scores(self._model, None, layer, 0) for layer in self.layers]
         return self._cache(rank_layers([part[0] for part in kept], None, ("1",)), kept)
 
     def _cache(self, ranking: Ranking, kept: Sequence[OwnScores]) -> RaggedCache:
@@ -116,7 +99,7 @@ class SideBySide:
             build_layer(ranking, i, keys, values, first)
             for i, (_, keys, values, first) in enumerate(kept)
         )
-        n = len(self._ids)
+        n = len(self._context.token_ids)
         return RaggedCache(layers, n, n, ranking.tiers, ranking.tier_lens)
 
     def _first_look(self, policy: Policy) -> Policy | None:
@@ -149,11 +132,14 @@ class _Answers:
     def attend(self, call: LayerCall) -> Tensor:
         """See AttentionPlan."""
         parts = call.split([self._tokens] * len(self._caches))
-        outs = [
-            attend_ragged(part, cache.layers[call.layer], part.key, part.value, cache.next_position)
-            for part, cache in zip(parts, self._caches, strict=True)
-        ]
+        outs = [_after(cache, part) for cache, part in zip(self._caches, parts, strict=True)]
         return torch.cat(outs, dim=1)
+
+
+def _after(cache: RaggedCache, call: LayerCall) -> Tensor:
+    """Attend to a cache, wherever it lies, and to the tokens after it."""
+    layer = cache.layers[call.layer].to(call.query.device)
+    return attend_ragged(call, layer, call.key, call.value, cache.next_position)
 
 
 def answer_logprobs(

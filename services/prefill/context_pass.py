@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from criticalkv.shared.cache.ragged import RaggedLayer
 from criticalkv.shared.chain import Chain
 from criticalkv.shared.failpoints import hit
-from criticalkv.shared.model.attention import LayerCall, attend_ragged
+from criticalkv.shared.model.attention import LayerCall, attend_ragged, forward
 from criticalkv.shared.model.loader import LoadedModel
 
 
@@ -45,6 +46,15 @@ class ComputedContext:
     layers: tuple[LayerPass, ...]
     forward_s: float
 
+    @classmethod
+    def of(
+        cls, model: LoadedModel, token_ids: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> ComputedContext:
+        """Run a context's forward; raise what `check` raises, between layers."""
+        layers = _Layers()
+        forward_s = ContextPass(model, Chain(), layers, check).run(token_ids)
+        return cls(tuple(token_ids), tuple(layers), forward_s)
+
 
 class LayerSink(Protocol):
     """Takes layers as they are done; may block to send."""
@@ -52,6 +62,12 @@ class LayerSink(Protocol):
     def take(self, layer: LayerPass) -> None:
         """Use a layer. What the sink does not keep is freed."""
         ...
+
+
+class _Layers(list[LayerPass]):
+    """LayerSink that keeps all."""
+
+    take = list.append
 
 
 class ContextPass:
@@ -70,6 +86,17 @@ class ContextPass:
     def first_position(self) -> int:
         """Original position of the context's first token."""
         return self._chain.next_position
+
+    def run(self, token_ids: Sequence[int]) -> float:
+        """Run the context; return the forward's seconds, those of the sink left out."""
+        started = time.perf_counter()
+        device = self._model.device
+        tokens = torch.tensor(token_ids, device=device)
+        begin = self.first_position
+        positions = torch.arange(begin, begin + tokens.numel(), device=device)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        forward(self._model.model, tokens, positions, self, none)
+        return time.perf_counter() - started - self.sink_s
 
     def attend(self, call: LayerCall) -> Tensor:
         """See AttentionPlan. Raises what `check` raises, between layers."""

@@ -35,6 +35,11 @@ class RaggedLayer:
         """Bytes of keys, values and positions."""
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values, self.positions))
 
+    def to(self, device: torch.device) -> RaggedLayer:
+        """Return it on a device; `cu_seqlens` stay: kernels' launch parameters come from them."""
+        keys, values = self.keys.to(device), self.values.to(device)
+        return RaggedLayer(keys, values, self.positions.to(device), self.cu_seqlens)
+
     def head(self, h: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views (keys, values, positions) of KV head `h`."""
         begin, end = int(self.cu_seqlens[h]), int(self.cu_seqlens[h + 1])

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, StrictStr
 
 from criticalkv.services.evaluation.example import Example, Question
 from criticalkv.services.evaluation.longbench.templates import TEMPLATES
-from criticalkv.services.evaluation.metrics.retrieval import paragraph
+from criticalkv.services.evaluation.metrics.number_counts import paragraph
 
 
 class Row(BaseModel):

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from criticalkv.services.evaluation.example import Question
-from criticalkv.services.evaluation.metrics.answer_match import answer_match
 from criticalkv.services.evaluation.metrics.classification import classification
 from criticalkv.services.evaluation.metrics.code_line import code_similarity
-from criticalkv.services.evaluation.metrics.count import count
 from criticalkv.services.evaluation.metrics.first_line import first_line
-from criticalkv.services.evaluation.metrics.kv_match import kv_match
-from criticalkv.services.evaluation.metrics.number_match import number_match
+from criticalkv.services.evaluation.metrics.number_counts import count, retrieval
 from criticalkv.services.evaluation.metrics.qa_f1 import qa_f1
-from criticalkv.services.evaluation.metrics.retrieval import retrieval
 from criticalkv.services.evaluation.metrics.rouge import rouge_l
+from criticalkv.services.evaluation.metrics.scbench import answer_match, kv_match, number_match
 from criticalkv.services.evaluation.metrics.string_match import (
     string_match_all,
     string_match_part,

@@ -6,13 +6,12 @@ Numbers and texts are those of RULER's `common_words_extraction.py` and `constan
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import repeat
 
 from criticalkv.services.evaluation.example import Example, Question
-from criticalkv.services.evaluation.ruler.fitting import TokenCounts, fit
+from criticalkv.services.evaluation.ruler.fitting import TokenCounts, most
 from criticalkv.services.evaluation.ruler.order import Order
 from criticalkv.services.evaluation.ruler.sources import Sources
 from criticalkv.services.evaluation.ruler.wordlists import List, word_list
@@ -77,8 +76,6 @@ class WordList:
 
     def text(self, others: int) -> str:
         """Return the numbered list with so many other words."""
-        if COMMON + others > len(self.words):
-            raise ConfigError(f"{TASK}: so long a list needs more words than there are")
         other = self.words[COMMON : COMMON + others]
         listed = [*self.common] * self.repeats.common + [*other] * self.repeats.other
         random.Random(self.shuffle).shuffle(listed)
@@ -89,8 +86,8 @@ def common_words(sources: Sources, order: Order) -> Example:
     """Make an example of the task.
 
     Raises:
-        ConfigError: if the length is too short, naming the least; or if the longest list
-            is shorter.
+        ConfigError: if the length is too short, naming the least; or if there are too few
+            words for it.
     """
     rng = order.rng()
     words = rng.sample(all_words(), len(all_words()))
@@ -99,7 +96,13 @@ def common_words(sources: Sources, order: Order) -> Example:
     shown = WordList(words[: plan.shown_words], plan.shown, shuffles[0])
     asked = WordList(words[plan.shown_words :], plan.asked, shuffles[1])
     build = partial(_example, order, _solved(shown), asked)
-    return fit(build, sources.chat, order.length, _sizes(asked, sources.counts(" ")))
+    sizes = _sizes(asked, sources.counts(" "))
+    made = most(build, sources.chat, order.length, sizes, 1)
+    if made.units > len(sizes) and made.left >= max(sizes):
+        raise ConfigError(
+            f"{TASK}: so long a list needs more words than there are", param="lengths"
+        )
+    return made.example
 
 
 @cache
@@ -108,11 +111,10 @@ def all_words() -> tuple[str, ...]:
     return tuple(sorted({word for name in LISTS for word in word_list(name)}))
 
 
-def _sizes(asked: WordList, count: TokenCounts) -> Iterator[int]:
+def _sizes(asked: WordList, count: TokenCounts) -> list[int]:
+    """Return about the tokens of each other word after the first."""
     number = count("1000.")
-    for word in asked.words[COMMON:]:
-        yield asked.repeats.other * (number + count(word))
-    yield from repeat(asked.repeats.other * 2 * number)
+    return [asked.repeats.other * (number + count(word)) for word in asked.words[COMMON + 1 :]]
 
 
 def _example(order: Order, head: str, asked: WordList, others: int) -> Example:

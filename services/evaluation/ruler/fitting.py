@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from criticalkv.services.evaluation.example import Example
@@ -46,6 +47,20 @@ class TokenCounts:
         return max(1, len(self._chat.encode_content(self._joiner + piece)))
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """An example that fits into a length.
+
+    Attributes:
+        units: of its text.
+        left: tokens that it leaves free.
+    """
+
+    example: Example
+    units: int
+    left: int
+
+
 def fit(
     build: Callable[[int], Example],
     chat: ChatTemplate,
@@ -53,7 +68,18 @@ def fit(
     sizes: Iterable[int],
     least: int = 1,
 ) -> Example:
-    """Return the example with the most units that fits into `length` tokens.
+    """Return the example with the most units that fits into a length: see `most`."""
+    return most(build, chat, length, sizes, least).example
+
+
+def most(
+    build: Callable[[int], Example],
+    chat: ChatTemplate,
+    length: int,
+    sizes: Iterable[int],
+    least: int,
+) -> Fitted:
+    """Find the example with the most units that fits into `length` tokens.
 
     Args:
         build: makes the example of so many units; the same number, the same example.
@@ -61,7 +87,7 @@ def fit(
         length: of prompt and answer, see `prompt_tokens`; the result is at most as long,
             and one more unit would be too long unless `sizes` ends before.
         sizes: about how many tokens the units after the first `least` add, in order and
-            at least 1 each; may be endless. As many units as it has are the most.
+            at least 1 each; may be endless. No more units than it has are built.
         least: units without which there is no example.
 
     Raises:
@@ -79,7 +105,8 @@ def fit(
             param="lengths",
         )
     totals = list(_totals(sizes, _FAR * (room(least) + 1)))
-    return made(_most(room, least, least + len(totals) + 1, totals))
+    units = _most(room, least, least + len(totals) + 1, totals)
+    return Fitted(made(units), units, room(units))
 
 
 def _totals(sizes: Iterable[int], enough: int) -> Iterator[int]:

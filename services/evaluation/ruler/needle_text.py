@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from criticalkv.services.evaluation.distractors import Stretches
 from criticalkv.services.evaluation.example import Example, Question, Span
 from criticalkv.services.evaluation.ruler.fitting import TokenCounts, fit
 from criticalkv.services.evaluation.ruler.needle import Needle
 from criticalkv.services.evaluation.ruler.passage import Passage
-from criticalkv.services.evaluation.token_spans import TokenSpans
 from criticalkv.shared.model.chat import ChatTemplate
 
 INSTRUCTION = (
@@ -58,17 +56,17 @@ class NeedleText:
     place: Place = by_sentences
 
     def fitted(self, chat: ChatTemplate, counts: TokenCounts) -> Example:
-        """Return the example with as much haystack as fits, distractors marked.
+        """Return the example with as much haystack as fits.
 
         Raises:
             ConfigError: if the length is too short, naming the least.
         """
-        example = fit(self.example, chat, self.length, self.passage.sizes(counts, 1))
-        return replace(example, distractors=self._distractors(chat, example))
+        return fit(self.example, chat, self.length, self.passage.sizes(counts, 1))
 
     def example(self, units: int) -> Example:
         """Return the example with so many units of haystack."""
-        context = self._frame(INSTRUCTION) + self._hide(self.passage.cut(units))
+        instruction, answers = self._frame(INSTRUCTION), self._answers()
+        context = instruction + self._hide(self.passage.cut(units))
         return Example(
             task=self.task,
             name=self.name,
@@ -76,15 +74,10 @@ class NeedleText:
             questions=(self._question(),),
             length=self.length,
             depth=self._depth(),
-            needles=_spans(context, self._answers()),
+            needles=_spans(context, answers),
+            decoys=_spans(context, [n for n in self.needles if n not in answers]),
+            haystack=(len(instruction), len(context)),
         )
-
-    def _distractors(self, chat: ChatTemplate, example: Example) -> tuple[Span, ...]:
-        context = example.context
-        haystack = (len(self._frame(INSTRUCTION)), len(context))
-        answers = example.questions[0].references
-        stretches = Stretches(TokenSpans(chat, context), context, haystack, answers)
-        return stretches.like(example.needles, _spans(context, self.needles))
 
     def _hide(self, sentences: list[str]) -> str:
         places = [self.place(sentences, depth) for depth in self.depths]

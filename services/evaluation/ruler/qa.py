@@ -9,11 +9,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, repeat
 
 from criticalkv.services.evaluation.example import Example, Question, Span
 from criticalkv.services.evaluation.ruler.corpus import Asked, Corpus, corpus
-from criticalkv.services.evaluation.ruler.fitting import fit, prompt_tokens
+from criticalkv.services.evaluation.ruler.fitting import most, prompt_tokens
 from criticalkv.services.evaluation.ruler.order import Order
 from criticalkv.services.evaluation.ruler.sources import Sources
 from criticalkv.shared.errors import ConfigError
@@ -31,6 +30,7 @@ DOCUMENT = "Document {number}:\n{text}"
 BETWEEN = "\n\n"
 MOST_PASSED = 20  # documents too long for the room that is left, before filling ends
 USUAL = 150  # tokens of a document
+SWAY = 4  # tokens that a document may have more or less at another place
 
 
 def qa(sources: Sources, order: Order) -> Example:
@@ -40,13 +40,15 @@ def qa(sources: Sources, order: Order) -> Example:
         ConfigError: if the file is missing or malformed, has too few questions that fit
             into the length, or too few documents to fill it.
     """
-    choice = _choice(sources, order.task, order.length, order.seed)
-    text = choice.text(order.number)
+    text = _choice(sources, order.task, order.length, order.seed).text(order.number)
     room = order.length - prompt_tokens(sources.chat, text.example(order, 0))
     text = text.filling(room, lambda document: _size(document, sources.counts(BETWEEN)))
     sizes = (_size(document, sources.counts(BETWEEN)) for document in text.others)
-    build = partial(text.example, order)
-    return fit(build, sources.chat, order.length, chain(sizes, repeat(USUAL)), 0)
+    made = most(partial(text.example, order), sources.chat, order.length, sizes, 0)
+    if made.units == len(text.others) and made.left >= USUAL:
+        what = f"{text.file} has too few documents for {order.length} tokens"
+        raise ConfigError(what, param="lengths")
+    return made.example
 
 
 @dataclass(frozen=True)
@@ -94,19 +96,16 @@ class Text:
 
     def example(self, order: Order, others: int) -> Example:
         """Return the example with so many documents that are not gold."""
-        if others > len(self.others):
-            what = f"{self.file} has too few documents for {order.length} tokens"
-            raise ConfigError(what, param="lengths")
         documents = [*self.asked.gold, *self.others[:others]]
         random.Random(self.shuffle).shuffle(documents)
-        context, spans = _context(documents, self.asked.gold)
-        text = QUESTION.format(query=self.asked.query)
-        question = Question(text, self.asked.answers, METRIC, MAX_TOKENS, PREFIX)
-        return Example(order.task, order.name, context, (question,), order.length, needles=spans)
+        return _example(order, self.asked, documents)
 
 
 class Choice:
-    """A file's questions in an order drawn, those left out that do not fit."""
+    """A file's questions in an order drawn, those left out that do not fit.
+
+    Remembers which they are and no texts: the others' orders of many questions take gigabytes.
+    """
 
     def __init__(self, sources: Sources, order: Order) -> None:
         """Read the file.
@@ -119,32 +118,41 @@ class Choice:
         count = len(self._corpus.asked)
         numbers = random.Random(f"{order.seed}-{order.task}").sample(range(count), count)
         self._left = iter(numbers)
-        self._texts: list[Text] = []
+        self._fitting: list[Asked] = []
         self._least: int | None = None
 
     def text(self, number: int) -> Text:
         """Return a text that fits: each number another question."""
-        while len(self._texts) <= number:
-            self._texts.append(self._next())
-        return self._texts[number]
+        while len(self._fitting) <= number:
+            self._fitting.append(self._next())
+        return self._drawn(self._fitting[number])
 
-    def _next(self) -> Text:
-        for number in self._left:
-            text = Text.draw(self._corpus, self._corpus.asked[number], self._seed)
-            tokens = prompt_tokens(self._chat, text.example(self._order, 0))
+    def _next(self) -> Asked:
+        for asked in (self._corpus.asked[number] for number in self._left):
+            tokens = self._tokens(asked)
             if tokens <= self._order.length:
-                return text
+                return asked
             self._least = min(tokens, self._least or tokens)
         raise ConfigError(self._exhausted(), param="lengths")
 
-    @property
-    def _seed(self) -> str:
-        return f"{self._order.seed}-{self._order.task}-{self._order.length}"
+    def _tokens(self, asked: Asked) -> int:
+        """Return the tokens of a question and its own documents."""
+        example = _example(self._order, asked, asked.gold)
+        tokens = prompt_tokens(self._chat, example)
+        if abs(tokens - self._order.length) > SWAY * len(asked.gold):
+            return tokens
+        # So near, the order of its documents decides, which is drawn after all others.
+        return prompt_tokens(self._chat, self._drawn(asked).example(self._order, 0))
+
+    def _drawn(self, asked: Asked) -> Text:
+        order = self._order
+        return Text.draw(self._corpus, asked, f"{order.seed}-{order.task}-{order.length}")
 
     def _exhausted(self) -> str:
-        what = f"{self._order.task}: {len(self._texts)} questions of {self._corpus.name} fit into"
+        fitting, order = len(self._fitting), self._order
+        what = f"{order.task}: {fitting} questions of {self._corpus.name} fit into {order.length}"
         others = f"; the shortest other takes {self._least}" if self._least else ""
-        return f"{what} {self._order.length} tokens{others}"
+        return f"{what} tokens{others}"
 
 
 @lru_cache(maxsize=4)
@@ -155,6 +163,21 @@ def _choice(sources: Sources, task: str, length: int, seed: int) -> Choice:
 
 def _size(document: str, count: Callable[[str], int]) -> int:
     return count(DOCUMENT.format(number=10, text=document))
+
+
+def _example(order: Order, asked: Asked, documents: Sequence[str]) -> Example:
+    context, spans = _context(documents, asked.gold)
+    text = QUESTION.format(query=asked.query)
+    question = Question(text, asked.answers, METRIC, MAX_TOKENS, PREFIX)
+    return Example(
+        order.task,
+        order.name,
+        context,
+        (question,),
+        order.length,
+        needles=spans,
+        haystack=(len(INSTRUCTION), len(context)),
+    )
 
 
 def _context(documents: Sequence[str], gold: Sequence[str]) -> tuple[str, tuple[Span, ...]]:

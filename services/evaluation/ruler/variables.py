@@ -8,17 +8,15 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, repeat
 
-from criticalkv.services.evaluation.distractors import Stretches
 from criticalkv.services.evaluation.example import Example, Question, Span
 from criticalkv.services.evaluation.ruler.fitting import fit
 from criticalkv.services.evaluation.ruler.haystack import NOISE
 from criticalkv.services.evaluation.ruler.order import Order
 from criticalkv.services.evaluation.ruler.sources import Sources
-from criticalkv.services.evaluation.token_spans import TokenSpans
 from criticalkv.shared.model.chat import ChatTemplate
 
 TASK = "vt"
@@ -70,9 +68,7 @@ def variables(sources: Sources, order: Order) -> Example:
     shown, asked = _chains(rng)
     head = _solved(sources.chat, shown, order.length, rng.getrandbits(64))
     build = partial(_example, order, head, asked, rng.getrandbits(64))
-    example = fit(build, sources.chat, order.length, repeat(sources.counts(" ")(LINE)))
-    stretches = _noise(sources.chat, example, len(head + INSTRUCTION))
-    return replace(example, distractors=stretches.like(example.needles))
+    return fit(build, sources.chat, order.length, repeat(sources.counts(" ")(LINE)))
 
 
 def _solved(chat: ChatTemplate, chain: Chain, length: int, places: int) -> str:
@@ -132,21 +128,23 @@ def _names(rng: random.Random, letters: int) -> tuple[str, ...]:
 
 
 def _example(order: Order, head: str, chain: Chain, places: int, noises: int) -> Example:
-    context = head + INSTRUCTION + hide(chain, noises, places)
-    spans = tuple(_spans(context, chain))
-    return Example(TASK, order.name, context, (question(chain),), order.length, needles=spans)
+    before = head + INSTRUCTION
+    context = before + hide(chain, noises, places)
+    return Example(
+        TASK,
+        order.name,
+        context,
+        (question(chain),),
+        order.length,
+        needles=tuple(_spans(context, chain)),
+        haystack=(len(before), len(context)),
+    )
 
 
 def _answered(chain: Chain, noises: int, places: int) -> str:
     asked = question(chain)
     text = INSTRUCTION + hide(chain, noises, places) + asked.text + asked.answer_prefix
     return f"{text} {' '.join(chain.names)}\n\n\n\n"
-
-
-def _noise(chat: ChatTemplate, example: Example, start: int) -> Stretches:
-    context = example.context
-    within = (start, len(context))
-    return Stretches(TokenSpans(chat, context), context, within, example.questions[0].references)
 
 
 def _sentences() -> list[str]:

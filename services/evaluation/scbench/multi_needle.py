@@ -70,6 +70,7 @@ def _in_turns(each: Sequence[Example]) -> Example:
         questions=tuple(_alone(example.questions[0]) for example in each),
         depth=first.depth if len(each) == 1 else None,
         needles=tuple(example.needles[0] for example in each),
+        decoys=(),
     )
 
 

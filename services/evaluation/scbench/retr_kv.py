@@ -84,6 +84,7 @@ def about(
         length=length,
         depth=places[0] / max(1, len(pairs) - 1) if len(places) == 1 else None,
         needles=tuple(spans[place] for place in places),
+        haystack=(spans[0][0], spans[-1][1]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,8 @@ def _said(turn: Turn) -> str:
 def _number(turn: Turn) -> float:
     if isinstance(turn.answer, str | list):
         raise ValueError("answer: a number is needed")
+    if isinstance(turn.answer, float) and not math.isfinite(turn.answer):
+        raise ValueError("answer: a finite number is needed")
     return turn.answer
 
 

@@ -24,14 +24,13 @@ from whole_service import Service, of_its_own
 from criticalkv.services import cli
 from criticalkv.services.bench import serve
 from criticalkv.services.bench.load import closed_loop, gate, open_loop
-from criticalkv.services.bench.load_client import Ask, LoadClient, Record
+from criticalkv.services.bench.load_client import Ask, Asker, LoadClient, Record
 from criticalkv.services.bench.serve import Benchmark, Loop, Options, Replay, Scale
 from criticalkv.services.bench.serve_figures import MEANING, figures, goodput_targets, samples
 from criticalkv.services.bench.shared_prefixes import PrefixTree
 from criticalkv.services.bench.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from criticalkv.services.bench.trace_asks import (
     Arrival,
-    Asker,
     arrivals,
     known_share,
     poisson,
@@ -114,6 +113,7 @@ def test_traces_are_read_in_order_and_from_time_zero(tmp_path: Path) -> None:
         ("t.jsonl", json.dumps({**row(1, [1]), "hash_ids": [1, 2]}), "2 hash_ids for 512 tokens"),
         ("t.jsonl", json.dumps({**row(1, [1]), "timestamp": float("nan")}), "timestamp"),
         ("t.jsonl", json.dumps({**row(1, [1]), "output_length": 0}), "output_length"),
+        ("t.jsonl", json.dumps({**row(1, [1]), "note": "\ud83d"}), "surrogate"),
         ("t.csv", "2023-11-16 18:15:50,many,109", "many"),
         ("t.csv", "yesterday,3,109", "yesterday"),
         ("t.csv", "2023-11-16 18:15:50,0,109", "at least 1"),
@@ -128,11 +128,21 @@ def test_a_malformed_line_is_named_and_may_be_skipped(
     good = "2023-11-16 18:15:46.6,374,44\n" if header else json.dumps(row(0, [1])) + "\n"
     path.write_text((header or good) + bad + "\n" + good)
     with pytest.raises(ConfigError, match=rf"{name}, line 2: ") as caught:
-        read_trace(path, 10)
+        read_trace(path, 10, Rows())
     assert why in caught.value.message
+    assert "--skip-bad" in caught.value.message
     told: list[str] = []
     assert len(read_trace(path, 10, Rows(True, told.append))) == (1 if header else 2)
     assert len(told) == 1
+
+
+def test_what_is_no_csv_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    good = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,374,44\n"
+    path.write_text(good + "x" * 200_000)
+    for rows in (Rows(), Rows(skip_bad=True)):
+        with pytest.raises(ConfigError, match=r"t\.csv, line 3: field larger"):
+            read_trace(path, 10, rows)
 
 
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
@@ -381,8 +391,8 @@ async def test_times_of_a_scripted_stream_are_exact() -> None:
     assert record.error is None
     assert record.ttft_s == 0.75
     assert record.itls_s == [0.25, 0.75]
-    assert record.e2e_s == 2.25
-    assert record.tpot_s == (2.25 - 0.75) / 3
+    assert record.e2e_s == 2.0  # with the last chunk that has choices
+    assert record.tpot_s == (2.0 - 0.75) / 3
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (50, 4, 40)
     assert record.handle == "resp_1"
     assert record.extension["bytes_pulled"] == 5000
@@ -395,6 +405,7 @@ async def test_an_answer_without_text_has_its_end_as_first_token() -> None:
         Clock(), [(0.5, chunk("")), (2.0, chunk(finish="stop")), (2.5, ended(output=1))]
     ).send(ASK)
     assert (record.error, record.ttft_s, record.tpot_s, record.itls_s) == (None, 2.0, None, [])
+    assert record.e2e_s == 2.0
 
 
 def failing(code: str | None) -> APIError:
@@ -413,9 +424,11 @@ def failing(code: str | None) -> APIError:
     ],
 )
 async def test_a_failure_is_recorded_by_its_code(script: Any, code: str) -> None:
-    client = client_of(Clock(), script, ANSWER, timeout_s=0.2)
+    clock = Clock()
+    client = client_of(clock, script, ANSWER, timeout_s=0.2)
     failed = await client.send(ASK)
     assert failed.error == code
+    assert failed.e2e_s == clock.at - 100  # until it failed
     assert client.records == [failed]
     assert not (await client.send(ASK)).is_warm  # nothing was stored for sure
 
@@ -565,7 +578,7 @@ def test_a_run_without_answers_has_no_times() -> None:
 
 def test_targets_are_spelled_as_vllm_does() -> None:
     assert goodput_targets(["ttft:3000"], ["tpot:10.5"]) == {"ttft": 3000.0, "tpot": 10.5}
-    for wrong in (["ttft"], ["itl:5"], ["ttft:soon"], ["ttft:-1"], ["ttft:nan"]):
+    for wrong in (["ttft"], ["itl:5"], ["ttft:soon"], ["ttft:-1"], ["ttft:nan"], ["ttft:inf"]):
         with pytest.raises(ConfigError, match="--goodput"):
             goodput_targets(wrong)
     with pytest.raises(ConfigError, match="unexpected argument 'x'"):
@@ -591,8 +604,15 @@ def service(tiny_model: Callable[..., Any], store_process: StoreProcess) -> Iter
 
 
 def measure(path: str, service: Service, load: Loop | Replay, **more: Any) -> Report:
-    benchmark = Benchmark(ModelConfig(path=path), Options(load, timeout_s=60.0, **more))
+    model = ModelConfig(path=path, name=more.pop("name", service.model))
+    benchmark = Benchmark(model, Options(load, timeout_s=60.0, **more))
     return benchmark.run(str(service.client.base_url).removesuffix("/v1/"))
+
+
+def test_a_key_that_no_header_can_carry_is_refused_unsaid(tiny_path: str) -> None:
+    with pytest.raises(ConfigError, match="API key") as refused:
+        Benchmark(ModelConfig(path=tiny_path), Options(Loop(), api_key="a-secret\n"))
+    assert "a-secret" not in str(refused.value)
 
 
 def test_conversations_find_their_contexts(
@@ -688,6 +708,18 @@ def test_ctrl_c_keeps_what_there_is(
     assert report.headline["hit_rate"] == 0.0
 
 
+def test_tokens_are_those_of_the_model_that_is_served(tiny_path: str, service: Service) -> None:
+    loop = Loop(clients=1, turns=1, documents=1, context_tokens=50, output_tokens=1)
+    with pytest.raises(
+        ConfigError, match=r"has 'tiny-llama', .* tokens of 'another': give --model"
+    ):
+        measure(tiny_path, service, loop, name="another")
+    assert not service.workers.prefills
+    report = measure(tiny_path, service, loop, name="another", any_model=True)
+    assert (report.details["model_id"], report.details["tokenizer_id"]) == ("tiny-llama", "another")
+    assert report.details["completed"] == 1
+
+
 def test_no_service_is_one_line(tiny_path: str) -> None:
     benchmark = Benchmark(ModelConfig(path=tiny_path), Options(Loop(), timeout_s=5.0))
     with pytest.raises(CriticalKVError, match="no service to measure at http://127"):
@@ -741,6 +773,22 @@ def test_the_command_takes_vllms_spelling(command: Callable[..., Any], tmp_path:
     assert (Fake.options.load.num, Fake.options.load.request_rate) == (5, float("inf"))
     assert Fake.url == f"http://127.0.0.1:{Config().gateway.port}"
     assert "200" not in repr(Options(Loop(), api_key="200")), "a key is in no message"
+
+
+@pytest.mark.parametrize("option", ["length-scale", "time-scale", "think-time", "timeout"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_are_finite(command: Callable[..., Any], option: str, value: str) -> None:
+    done = command(f"--{option}", value)
+    assert done.exit_code == 2
+    assert f"Invalid value for '--{option}'" in done.output
+    assert command("--request-rate", "nan").exit_code == 2
+
+
+def test_a_model_that_is_named_may_be_called_otherwise(command: Callable[..., Any]) -> None:
+    assert command().exit_code == 0
+    assert not Fake.options.any_model
+    assert command("--model", "demo").exit_code == 0
+    assert Fake.options.any_model
 
 
 def test_a_service_is_started_on_demand(

@@ -79,6 +79,13 @@ def test_replay_under_pressure_shrinks_by_value_and_evicts_by_lru():
     assert found["value"]["tiers_served"].get("0.2", 0) > 0
 
 
+def test_a_bad_line_is_named_without_an_option_that_there_is_not(tmp_path):
+    (tmp_path / MOONCAKE_FILE).write_text('{"timestamp": 1}\n')
+    with pytest.raises(ConfigError, match="line 1: ") as caught:
+        read_blocks(tmp_path, 1)
+    assert "--skip-bad" not in caught.value.message
+
+
 def test_missing_folder_is_told(tmp_path):
     with pytest.raises(ConfigError, match="no folder"):
         read_blocks(tmp_path / "none", 1)

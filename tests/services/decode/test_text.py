@@ -152,6 +152,30 @@ def test_text_goes_on_after_an_answer_that_was_begun(
     assert (turn.token_ids, turn.text) == ((space, space), text)
 
 
+@pytest.mark.parametrize("begun", ["ab \ufffd", "ab \ufffd\ufffd", "\ufffd", "ab\ufffd c"])
+def test_what_was_begun_with_a_replacement_character_is_not_said_again(
+    tokenizer: PreTrainedTokenizerBase, begun: str
+) -> None:
+    """It looks like an unfinished character."""
+    before = tokenizer.encode(begun, add_special_tokens=False)
+    stream = TextStream(tokenizer, (), before)
+    for token in tokenizer.encode(" so", add_special_tokens=False):
+        stream.push(token)
+    assert stream.take(final=True) == " so"
+
+
+def test_a_first_space_is_kept_after_a_replacement_character(
+    tiny_model: Callable[..., LoadedModel],
+) -> None:
+    tokenizer = tiny_model().tokenizer
+    backend = tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    stream = TextStream(tokenizer, (), tokenizer.encode("a\ufffd"))
+    for token in tokenizer.encode(" so"):
+        stream.push(token)
+    assert stream.take(final=True) == " so"
+
+
 def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
     """Byte-fallback tokenizers can produce any bytes."""
     from tokenizers import Tokenizer, decoders

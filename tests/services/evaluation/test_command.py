@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import pytest
 from click.testing import Result
@@ -15,12 +16,24 @@ from scripted_answers import said
 from tiny_models import byte_tokenizer, make_model
 from typer.testing import CliRunner
 
-from criticalkv.services.evaluation import local_answerer, service_answerer
+from criticalkv.services.decode.engine import DecodeEngine
+from criticalkv.services.evaluation import forced, local_answerer, service_answerer
 from criticalkv.services.evaluation.answer import Answers, Cell
 from criticalkv.services.evaluation.command import app
 from criticalkv.services.evaluation.example import Example
-from criticalkv.services.evaluation.ruler.suite import Ruler
-from criticalkv.shared.errors import ConfigError, ContextLengthError, PolicyError
+from criticalkv.services.evaluation.longbench import suite as longbench
+from criticalkv.services.evaluation.options import (
+    LongBenchOptions,
+    RulerOptions,
+    SCBenchOptions,
+)
+from criticalkv.services.evaluation.ruler.suite import TASKS, Ruler
+from criticalkv.services.evaluation.scbench import suite as scbench
+from criticalkv.services.local import engine as local_engine
+from criticalkv.services.prefill import engine as prefill_engine
+from criticalkv.services.prefill.spool import Spool
+from criticalkv.shared.config import DecodeConfig
+from criticalkv.shared.errors import ConfigError, ContextLengthError, NumericsError, PolicyError
 from criticalkv.shared.model.chat import ChatTemplate
 
 PNG = b"\x89PNG\r\n"
@@ -62,7 +75,11 @@ def drawn(out: Path) -> list[str]:
 
 def table_rows(done: Result) -> list[list[str]]:
     """First five columns: task, length, policy, tier, cases."""
-    rows = [line.replace("│", "").split() for line in done.stdout.splitlines() if "│" in line]
+    _, body = done.stdout.split("─\n")
+    rows: list[list[str]] = []
+    for line in filter(str.strip, body.splitlines()):
+        place = rows[-1][:2] if line.startswith(" ") else []
+        rows.append([*place, *line.split()])
     return [row[:5] for row in rows]
 
 
@@ -80,7 +97,7 @@ def test_ruler(files: Path, tmp_path: Path) -> None:
     ]
     assert table_rows(first) == [["niah_single_1", "1000", *cell, "2"] for cell in cells]
     header, *rest = lines(tmp_path)
-    assert header["lengths"] == [1000]
+    assert header.keys().isdisjoint({"tasks", "lengths"})  # they may grow
     assert [(line["name"], line["policy"], line["tier"]) for line in rest] == [
         (f"niah_single_1-1000-{number}", *cell) for number in range(2) for cell in cells
     ]
@@ -91,10 +108,12 @@ def test_ruler(files: Path, tmp_path: Path) -> None:
     assert by_tier["0.2"]["kept_bytes"] < by_tier["0.5"]["kept_bytes"] < by_tier["1"]["kept_bytes"]
     found = report(tmp_path)
     assert found["benchmark"] == "ruler"
+    assert found["details"]["settings"]["lengths"] == [1000]
     of = "niah_single_1 1000 snapkv 0.2"
     kls = [line["turns"][0]["kl"] for line in rest if (line["policy"], line["tier"]) == cells[1]]
     assert found["headline"][f"kl {of}"] == pytest.approx(sum(kls) / 2)
     assert found["headline"][f"score {of}"] == 0
+    assert "over the first 64 tokens of the full cache's" in found["meaning"][f"kl {of}"]
     assert len(found["samples"]["records"]) == 10
     assert drawn(tmp_path) == ["bytes-niah_single_1-1000"]
     spans = [json.loads(line) for line in (tmp_path / "e").read_text().splitlines()]
@@ -177,6 +196,33 @@ def test_perplexity(files: Path, tmp_path: Path) -> None:
     assert evaluate(files, tmp_path, *arguments).stdout == done.stdout
     with pytest.raises(ConfigError, match="--through local"):
         evaluate(files, tmp_path, *arguments, "--through=service")
+
+
+@pytest.mark.parametrize("command", ["niah --depths=0.5 --no-full", "perplexity --num=1"])
+def test_the_configuration_limits_memory(
+    files: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spools: list[int] = []
+    decodes: list[DecodeConfig] = []
+
+    class NotingSpool(Spool):
+        def __init__(self, limit_bytes: int) -> None:
+            spools.append(limit_bytes)
+            super().__init__(limit_bytes)
+
+    class NotingDecode(DecodeEngine):
+        def __init__(self, model: Any, store: Any, config: DecodeConfig) -> None:
+            decodes.append(config)
+            super().__init__(model, store, config)
+
+    monkeypatch.setattr(prefill_engine, "Spool", NotingSpool)
+    monkeypatch.setattr(local_engine, "DecodeEngine", NotingDecode)
+    config = tmp_path / "config.yaml"
+    config.write_text("{prefill: {spool_limit_mb: 100}, decode: {pool_mb: 64, page_size: 32}}")
+    evaluate(files, tmp_path, *command.split(), "--lengths=600", f"--config={config}")
+    pool = 1 if command.startswith("perplexity") else 64
+    assert spools == [100 << 20]
+    assert [(c.pool_mb, c.page_size == 32) for c in decodes] == [(pool, pool == 64)]
 
 
 def write_ruler_rows(folder: Path) -> None:
@@ -318,3 +364,70 @@ def test_policies_that_do_not_fit_the_model_are_refused(files: Path, tmp_path: P
     with pytest.raises((PolicyError, ConfigError)):
         evaluate(files, tmp_path, *arguments)
     assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_a_run_grows_by_tasks_and_lengths_but_not_by_turns(files: Path, tmp_path: Path) -> None:
+    arguments = ("--num=1", "--turns=2", "--policy=snapkv", "--tiers=0.3", "--no-kl")
+    evaluate(files, tmp_path, "scbench", "--tasks=retr_kv", "--lengths=1000", *arguments)
+    first = lines(tmp_path)
+    grown = ("scbench", "--tasks=retr_kv,math_find", "--lengths=1000,1100", *arguments)
+    done = evaluate(files, tmp_path, *grown, f"--evidence={tmp_path / 'e'}")
+    assert lines(tmp_path)[: len(first)] == first
+    spans = [json.loads(line) for line in (tmp_path / "e").read_text().splitlines()]
+    assert [row["name"] for row in spans] == ["retr_kv-1000-0", "retr_kv-1100-0"]
+    assert [len(row[name]) for row in spans for name in "ED"] == [2] * 4
+    assert "no evidence of math_find: " in done.stderr
+    assert [row[:2] for row in table_rows(done)[::2]] == [
+        [task, length]
+        for task in ("retr_kv", "math_find", "average")
+        for length in ("1000", "1100")
+    ]
+    before = lines(tmp_path)
+    assert len(before) == 1 + 2 * 4
+    with pytest.raises(ConfigError, match=r"retr_kv-1000-0 was another text there: .*its turns"):
+        evaluate(files, tmp_path, *grown, "--turns=3")
+    assert lines(tmp_path) == before
+
+
+def test_all_of_ruler_that_can_be_made(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CRITICALKV_DATA", raising=False)
+    arguments = ("ruler", "--lengths=1000", "--num=1", "--no-full", "--no-kl", "--tiers=0.3")
+    done = evaluate(files, tmp_path, *arguments)
+    left_out = [line for line in done.stderr.splitlines() if line.startswith("left out")]
+    named = [line.split()[2] for line in left_out]
+    assert {"qa_1", "qa_2"} < set(named)
+    assert "left out, qa_1 of 1000 tokens: qa_1 needs squad.json or xquad_en.json" in done.stderr
+    assert "left out, vt of 1000 tokens: vt takes at least 1" in done.stderr
+    made = [row[0] for row in table_rows(done)]
+    assert made == [*(task for task in TASKS if task not in named), "average"]
+    assert "niah_single_1" in made
+
+
+def test_a_likelihood_that_is_no_number_is_an_error(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = forced.answer_logprobs
+    monkeypatch.setattr(forced, "answer_logprobs", lambda *given: own(*given) * float("nan"))
+    cell = r"full at tier 1: log probabilities hold NaN"
+    arguments = ("--lengths=600", "--num=1", "--policy=snapkv", "--tiers=0.5")
+    with pytest.raises(NumericsError, match=rf"^perplexity-600-0: {cell}"):
+        evaluate(files, tmp_path, "perplexity", *arguments)
+    assert len(lines(tmp_path)) == 1
+    with pytest.raises(NumericsError, match=rf"^niah_single_1-600-0: {cell}"):
+        evaluate(files, tmp_path, "ruler", "--tasks=niah_single_1", *arguments)
+    assert len(lines(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "tasks"),
+    [
+        (RulerOptions, TASKS),
+        (LongBenchOptions, longbench.TASKS),
+        (SCBenchOptions, (*scbench.TASKS, *(name for of in scbench.FILES.values() for name in of))),
+    ],
+)
+def test_help_names_every_task(options: type, tasks: Sequence[str]) -> None:
+    (option,) = get_type_hints(options, include_extras=True)["tasks"].__metadata__
+    assert set(tasks) <= set(re.findall(r"[\w.-]*\w", option.help))

@@ -14,7 +14,9 @@ from criticalkv.services.evaluation.distractors import Stretches
 from criticalkv.services.evaluation.evidence import Evidence, evidence, write_evidence
 from criticalkv.services.evaluation.example import Example, Question
 from criticalkv.services.evaluation.prompt import first_prompt
+from criticalkv.services.evaluation.rows import Rows
 from criticalkv.services.evaluation.ruler.suite import Ruler
+from criticalkv.services.evaluation.scbench.suite import SCBench
 from criticalkv.services.evaluation.token_spans import TokenSpans
 
 TASKS = [f"niah_{kind}" for kind in ("single_1", "single_2", "single_3", "multivalue")] + [
@@ -58,10 +60,12 @@ def test_needles_tokens_hold_the_values_and_distractors_none(
         assert not any(value in chat.decode(ids[first:last]) for value in found.values)
     spans = [*found.E, *found.D]
     assert not any(overlap(one, two) for i, one in enumerate(spans) for two in spans[:i])
-    start = example.context.index("afterwards.\n") + len("afterwards.\n")
-    assert all(first >= start for first, _ in example.distractors)
+    instruction, _, haystack = example.context.partition("afterwards.\n")
+    assert example.haystack is not None
+    assert example.context[slice(*example.haystack)] == haystack
+    texts = [chat.decode(ids[first:last]) for first, last in found.D]
+    assert not any(text in instruction for text in texts)
     if task != "niah_multikey_2" and task != "niah_multikey_3":
-        texts = [example.context[slice(*span)] for span in example.distractors]
         assert not any(" is: " in text for text in texts)
 
 
@@ -113,7 +117,7 @@ def test_distractors_of_adjacent_needles_are_apart() -> None:
     assert stretches.like([(20, 26), (26, 32)]) == ((32, 38), (38, 44))
 
 
-def test_rows_without_distractors_get_them() -> None:
+def test_a_distractor_is_as_near_as_there_is_one() -> None:
     chat = essays.chat("bytes")
     question = Question("?", ("42",), "string_match_all", 4)
     example = Example("vt", "vt-0", "aaaa It is 42. bbbbbbbbbbbb", (question,), needles=((5, 14),))
@@ -123,10 +127,58 @@ def test_rows_without_distractors_get_them() -> None:
     assert chat.decode(ids[11:20]) == "It is 42."
 
 
+def test_distractors_are_of_the_haystack_and_of_no_decoy() -> None:
+    chat = essays.chat("bytes")
+    question = Question("?", ("42",), "string_match_all", 4)
+    context = "Find it now! It is 42. It is 43. bbbbbbbbbbbb"
+    spans = {"needles": ((13, 22),), "decoys": ((23, 32),), "haystack": (13, len(context))}
+    found = evidence(Example("vt", "vt-0", context, (question,), **spans), chat)
+    assert (found.E, found.D) == (((19, 28),), ((38, 47),))
+
+
+def test_no_token_of_a_distractor_is_of_the_instruction_too() -> None:
+    context = "one two three four five"
+    spans = TokenSpans(essays.chat("real"), context)
+    (_, start), needle, after = (spans.characters((i, i + 1)) for i in (1, 2, 3))
+    # The haystack begins inside of the token before the needle, which is none of its tokens.
+    assert context[start - 2 : start] == "wo"
+    assert Stretches(spans, context, (start - 1, len(context)), ("x",)).like([needle]) == (after,)
+
+
+@pytest.mark.parametrize("task", ["retr_kv", "multi_needle"])
+def test_turns_have_evidence_in_their_haystack(task: str, tmp_path: Path) -> None:
+    chat = essays.chat("real")
+    essays.write_essays(tmp_path)
+    (tmp_path / "a.txt").rename(tmp_path / "inaugural.txt")
+    made = SCBench(chat, data=tmp_path, rows=Rows())
+    (example,) = made.examples([task], [1500], 1, 4, 0)
+    found, spans = evidence(example, chat), TokenSpans(chat, example.context)
+    assert len(found.E) == len(found.D) == len(found.values) == 4
+    assert not example.decoys
+    assert example.haystack is not None
+    begins = {"retr_kv": '"', "multi_needle": "Verse"}[task]
+    assert example.context[example.haystack[0] :].startswith(begins)
+    for first, last in found.D:
+        start, end = spans.characters(
+            (first - found.tokens + spans.count, last - found.tokens + spans.count)
+        )
+        assert example.haystack[0] <= start < end <= example.haystack[1]
+        assert not any(value in example.context[start:end] for value in found.values)
+
+
+def test_tasks_without_needles_are_named(tmp_path: Path) -> None:
+    chat, told = essays.chat("bytes"), list[str]()
+    examples = list(Ruler(chat).examples(["fwe", "vt"], [2000], 2, 0))
+    write_evidence(tmp_path / "e", examples, chat, told.append)
+    rows = [json.loads(line) for line in (tmp_path / "e").read_text().splitlines()]
+    assert [row["name"] for row in rows] == ["vt-2000-0", "vt-2000-1"]
+    assert [line.partition(":")[0] for line in told] == ["no evidence of fwe"]
+
+
 def test_the_file_has_a_line_for_each_example(rulers: dict[str, Ruler], tmp_path: Path) -> None:
     chat = essays.chat("real")
     examples = list(rulers["real"].examples(["niah_single_2", "niah_multivalue"], [1000], 2, 0))
-    write_evidence(tmp_path / "new" / "evidence.jsonl", iter(examples), chat)
+    write_evidence(tmp_path / "new" / "evidence.jsonl", iter(examples), chat, pytest.fail)
     lines = (tmp_path / "new" / "evidence.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["name"] for row in rows] == [example.name for example in examples]
@@ -137,3 +189,13 @@ def test_the_file_has_a_line_for_each_example(rulers: dict[str, Ruler], tmp_path
         assert row["D"] == [list(span) for span in expected.D]
         assert (row["task"], row["tokens"]) == (example.task, expected.tokens)
         assert row["values"] == list(example.questions[0].references)
+
+
+def test_values_are_those_of_every_question() -> None:
+    chat = essays.chat("bytes")
+    first, second = (Question(f"{n}?", (f"4{n}",), "kv_match", 4) for n in (1, 2))
+    text = "aaaa It is 41. bbbbbbbbbbbb It is 42. cccccccccccc"
+    needles = ((5, 14), (28, 37))
+    found = evidence(Example("kv", "kv-0", text, (first, second), needles=needles), chat)
+    assert found.values == ("41", "42")
+    assert len(found.E) == 2

@@ -16,7 +16,7 @@ from criticalkv.services.evaluation.journal import Journal
 from criticalkv.services.evaluation.record import Record
 from criticalkv.shared.errors import ConfigError
 
-SETTINGS = {"command": "test", "lengths": [100, 200], "seed": 0}
+SETTINGS = {"command": "test", "model": "abc", "seed": 0}
 COLUMNS = columns(["snapkv"], "0.5")
 EXAMPLES = scripted_examples()
 
@@ -66,6 +66,7 @@ def test_lines_are_plain(path: Path) -> None:
         "policy": "full",
         "canonical": "full",
         "tier": "1",
+        "below": [],
         "turns": turns,
         "likelihood": None,
         "seconds": 1.5,
@@ -116,7 +117,7 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: bytes)
     ("other", "says"),
     [
         ({"seed": 1}, "seed 0 there, 1 here"),
-        ({"lengths": [100]}, r"lengths \[100, 200\] there, \[100\] here"),
+        ({"model": "abd"}, 'model "abc" there, "abd" here'),
         ({"command": "niah", "seed": 2}, 'command "test" there, "niah" here; seed 0'),
         ({"turns": 5}, "turns null there, 5 here"),
     ],
@@ -177,3 +178,34 @@ def test_a_line_is_on_disk_before_the_next(path: Path, monkeypatch: pytest.Monke
             journal.add(record(example, COLUMNS[0]))
             sizes.append(path.stat().st_size)
     assert synced == sizes
+
+
+def test_a_journal_without_a_cell_is_begun_anew(tmp_path: Path) -> None:
+    """Torn first cells too; but nothing else that has one line."""
+    path, other = tmp_path / "run.jsonl", SETTINGS | {"seed": 1}
+    Journal(path, SETTINGS).close()
+    path.write_bytes(path.read_bytes() + b'{"name":"seek-1')
+    with Journal(path, other) as journal:
+        journal.add(record(EXAMPLES[0], COLUMNS[0]))
+    header, _ = path.read_text().splitlines()
+    assert json.loads(header) == {"format": 1, **other}
+    with pytest.raises(ConfigError, match="other settings"):
+        Journal(path, SETTINGS)
+
+
+def test_quantized_values_go_with_the_tiers_below_them(tmp_path: Path) -> None:
+    raw, quantized = "snapkv", "snapkv:codec=int8"
+    few, more = (
+        columns([raw, quantized], tiers, full=False) for tiers in ("0.1,0.5", "0.1,0.3,0.5")
+    )
+    assert [column.below for column in more] == [(), (), (), (), ("0.1",), ("0.1", "0.3")]
+    path = tmp_path / "run.jsonl"
+    with Journal(path, SETTINGS) as journal:
+        for column in few:
+            journal.add(record(EXAMPLES[0], column))
+    with Journal(path, SETTINGS) as journal:
+        known = [journal.find(EXAMPLES[0], column) is not None for column in more]
+        assert known == [True, False, True, True, False, False]
+        assert [journal.find(EXAMPLES[0], column) for column in few] == [
+            record(EXAMPLES[0], column) for column in few
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,11 @@ from tiny_models import make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from criticalkv.services.evaluation import oracle
+from criticalkv.services.decode.engine import DecodeEngine
+from criticalkv.services.evaluation import local_answerer, oracle
 from criticalkv.services.evaluation.answer import FULL_CELL, Answer, Answers, Cell, History
 from criticalkv.services.evaluation.example import Example, Question
-from criticalkv.services.evaluation.local_answerer import LocalAnswerer
+from criticalkv.services.evaluation.local_answerer import LocalAnswerer, wide
 from criticalkv.services.evaluation.prompt import (
     Prompt,
     Setting,
@@ -33,6 +35,7 @@ from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.config import DecodeConfig
 from criticalkv.shared.errors import (
     ContextLengthError,
+    DeadlineError,
     InvalidRequestError,
     NumericsError,
     PolicyError,
@@ -220,6 +223,7 @@ def test_a_compressed_cell_says_what_the_masked_model_says(
             ids = after(model, ids, said, following)
     assert compared >= 20
     said = found[FULL_CELL][0]
+    assert len(said.token_ids) == 9  # none of them ended it
     expected = masked_kl(model, prompt, said.token_ids, context)
     assert found[cell][0].kl == pytest.approx(expected, rel=1e-3)
     assert expected > 0.1
@@ -228,8 +232,7 @@ def test_a_compressed_cell_says_what_the_masked_model_says(
 def masked_kl(
     model: LoadedModel, prompt: Prompt, answer: tuple[int, ...], context: oracle.Block
 ) -> float:
-    """KL(untouched ‖ masked) over an answer that did not end before its limit."""
-    assert len(answer) == 9
+    """KL(untouched ‖ masked) over an answer."""
     ids = [*whole(prompt), *answer]
     rows = slice(len(whole(prompt)) - 1, len(ids) - 1)
     turn = oracle.Block(context.end, len(ids), view=("0.2",))
@@ -238,6 +241,22 @@ def masked_kl(
         for blocks in ([replace(context, kept=None), turn], [context, turn])
     )
     return float((full.exp() * (full - masked)).sum(-1).mean())
+
+
+def test_kl_is_over_the_first_tokens_of_an_answer(
+    model: LoadedModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_answerer, "KL_TOKENS", 4)
+    cell = Cell(WINDOW, "0.2")
+    found = answers(make(), ONE, [cell, FULL_CELL])
+    prompt = first_prompt(model.chat, ONE, ONE.questions[0], "context-only")
+    context = oracle.Block(
+        0, len(prompt.context_ids), kept=kept_by(model, prompt.context_ids, WINDOW)
+    )
+    said = found[FULL_CELL][0].token_ids
+    first, whole_answer = (masked_kl(model, prompt, x, context) for x in (said[:4], said))
+    assert found[cell][0].kl == pytest.approx(first, rel=1e-3)
+    assert first != pytest.approx(whole_answer, rel=0.01)
 
 
 def test_one_forward_serves_every_cell(
@@ -350,6 +369,67 @@ def test_when_one_cell_fails_nobody_waits_for_the_others(
         answers(answerer, replace(EXAMPLE, questions=(endless,)), cells)
     assert_nothing_left(answerer)
     assert len(drawn) < 1500
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Turns at tier 0.2 and of the full cache end when this is set; at last they set it."""
+    generate, released = LocalEngine.generate, threading.Event()
+
+    def hang(self: LocalEngine, *args: Any, **options: Any) -> LocalTurn:
+        if options["tier"] != "0.4":
+            released.wait(15)
+            released.set()
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(LocalEngine, "generate", hang)
+    monkeypatch.setattr(local_answerer, "END_S", 0.1)
+    yield released
+    released.set()
+
+
+@pytest.mark.parametrize("kl", [False, True])
+def test_an_answer_that_never_comes_ends_the_example(
+    make: Make, hanging: threading.Event, kl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_answerer, "TURN_S", 0.1)
+    answerer = make(kl=kl)
+    with pytest.raises(DeadlineError, match="still run") as caught:
+        answers(answerer, EXAMPLE, [Cell(WINDOW, "0.2")])
+    assert isinstance(caught.value.__context__, DeadlineError)
+    assert "no answer within" in str(caught.value.__context__)
+    answerer.close()
+    assert not hanging.is_set()
+
+
+def test_what_is_given_up_and_does_not_end_is_an_error(
+    model: LoadedModel, hanging: threading.Event
+) -> None:
+    answerer = LocalAnswerer(model, kl=False)
+    running = answerer.answer(ONE, [Cell(WINDOW, tier) for tier in ("0.2", "0.4")])
+    assert next(running)[0].tier == "0.4"
+    with pytest.raises(DeadlineError, match="still run after"):
+        running.close()  # type: ignore[attr-defined]
+    answerer.close()
+    assert not hanging.is_set()
+
+
+def test_what_is_still_decoded_is_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    answerer = make(kl=False)
+    monkeypatch.setattr(local_answerer, "END_S", 0.1)
+    monkeypatch.setattr(DecodeEngine, "in_flight", 1)
+    with pytest.raises(DeadlineError, match="still run after"):
+        answers(answerer, ONE, [FULL_CELL])
+
+
+def test_more_is_decoded_together_than_a_service_does() -> None:
+    assert wide(DecodeConfig()) == DecodeConfig(
+        max_num_seqs=64, max_num_batched_tokens=2048, pool_mb=4096
+    )
+    given = DecodeConfig(max_num_seqs=128, max_num_batched_tokens=4096, pool_mb=9, page_size=32)
+    assert wide(given) == given
+    default = DecodeConfig().pool_mb
+    assert wide(DecodeConfig(pool_mb=default)).pool_mb == default
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM
 from criticalkv.services.evaluation import forced, oracle
 from criticalkv.services.evaluation.answer import FULL_CELL, Cell
 from criticalkv.services.evaluation.perplexity import Likelihood, Perplexity, Window, Windows
+from criticalkv.services.evaluation.reading import read_each
 from criticalkv.services.local import LocalEngine
+from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.wire import assemble
-from criticalkv.shared.errors import ConfigError, PolicyError
+from criticalkv.shared.errors import ConfigError, NumericsError, PolicyError
 from criticalkv.shared.model.loader import LoadedModel
 
 TOLERANCE = 1e-4
@@ -103,18 +106,34 @@ def test_a_compressed_cache_is_the_masked_model(
     assert low.kept_bytes == manifest.tier_bytes()[manifest.tier_index("0.2")]
 
 
+@pytest.mark.parametrize(("size", "batches"), [(0, [1, 1, 1]), (2, [2, 1]), (3, [3])])
 def test_batches_of_any_size_say_the_same(
     model: LoadedModel,
     window: Window,
-    found: dict[Cell, Likelihood],
+    size: int,
+    batches: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forced, "LOGIT_BYTES", 2 * 4 * 40 * model.model.config.vocab_size)
-    meter = Perplexity(model)
-    for cell, said in meter.measure(window, [LOW, FULL_CELL, TOP]):
-        assert said.nll == pytest.approx(found[cell].nll, abs=TOLERANCE)
-        assert said.kl == pytest.approx(found[cell].kl, abs=TOLERANCE)
-    meter.close()
+    """What each cache says alone."""
+    with LocalEngine(model) as engine:
+        readings = read_each(engine, window.context_ids, [LOW, FULL_CELL, TOP])
+        caches = {cell: reading.cache(engine) for cell, reading in readings.items()}
+    own, sizes = forced.answer_logprobs, []
+    asked = [window.next_id], window.answer_ids
+    alone = {cell: own(model, [cache], *asked)[0] for cell, cache in caches.items()}
+
+    def noting(model: LoadedModel, caches: list[RaggedCache], *rest: Any) -> Tensor:
+        sizes.append(len(caches))
+        return own(model, caches, *rest)
+
+    monkeypatch.setattr(forced, "answer_logprobs", noting)
+    monkeypatch.setattr(forced, "LOGIT_BYTES", size * 4 * 40 * model.model.config.vocab_size)
+    rows = dict(forced.forced(model, caches.items(), *asked))
+    assert list(rows) == [LOW, FULL_CELL, TOP]
+    assert sizes == batches
+    for cell, row in rows.items():
+        torch.testing.assert_close(row, alone[cell], rtol=TOLERANCE, atol=TOLERANCE)
+    assert not torch.allclose(rows[LOW], rows[FULL_CELL], atol=0.1)
 
 
 def test_windows_are_pieces_of_the_text_that_do_not_overlap(
@@ -169,3 +188,24 @@ def test_no_more_windows_and_policies_than_there_are(meter: Perplexity, window: 
     assert next(running)[0] == LOW
     running.close()  # type: ignore[attr-defined]
     assert len(meter._store) == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_what_is_not_finite_is_an_error(
+    model: LoadedModel, window: Window, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the cell, not a KL of 0; those before it stand."""
+    own = forced.answer_logprobs
+
+    def broken(*given: Any) -> Tensor:
+        rows = own(*given)
+        rows[1, -1, 3] = value
+        return rows
+
+    monkeypatch.setattr(forced, "answer_logprobs", broken)
+    meter = Perplexity(model)
+    found = meter.measure(window, [FULL_CELL, LOW])
+    assert next(found)[0] == FULL_CELL
+    with pytest.raises(NumericsError, match=rf"{POLICY} at tier 0\.2: log probabilities"):
+        next(found)
+    meter.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import signal
@@ -21,7 +22,7 @@ from criticalkv.services.evaluation.record import Record
 from criticalkv.services.evaluation.results import results
 from criticalkv.services.evaluation.run import run
 from criticalkv.services.evaluation.table import show, table
-from criticalkv.shared.errors import ContextLengthError, CriticalKVError, PolicyError
+from criticalkv.shared.errors import ConfigError, ContextLengthError, CriticalKVError, PolicyError
 
 SETTINGS = {"command": "test"}
 COLUMNS = columns(["snapkv", "criticaladakv"], "0.1,0.4")
@@ -239,3 +240,17 @@ def test_names_and_depths_of_examples_stay(tmp_path: Path) -> None:
             example.length,
             example.depth,
         )
+
+
+def test_another_example_is_refused_before_any_is_asked(tmp_path: Path) -> None:
+    path, last = tmp_path / "run.jsonl", EXAMPLES[-1]
+    with Journal(path, SETTINGS) as journal:
+        run([last], COLUMNS, Scripted().answer, journal)
+    fewer = dataclasses.replace(last, questions=last.questions[:1])
+    nothing = Scripted()
+    with (
+        Journal(path, SETTINGS) as journal,
+        pytest.raises(ConfigError, match=f"{last.name} was another text there: .* its turns"),
+    ):
+        run([*EXAMPLES[:-1], fewer], COLUMNS, nothing.answer, journal)
+    assert nothing.asked == []

@@ -14,7 +14,7 @@ from rich.console import Console
 from criticalkv.services.evaluation.answer import FULL_CELL, Cell
 from criticalkv.services.evaluation.column import columns
 from criticalkv.services.evaluation.record import Continued, Record, Turn
-from criticalkv.services.evaluation.results import Result, results
+from criticalkv.services.evaluation.results import Measure, Result, results
 from criticalkv.services.evaluation.statistics import Estimate
 from criticalkv.services.evaluation.table import show, table
 
@@ -177,24 +177,74 @@ def test_across_resamples_each_group_by_itself() -> None:
     assert Estimate.across([groups[0]]) == Estimate.of(groups[0])
 
 
-def printed(records: Sequence[Record], width: int = 40) -> list[str]:
+def printed(records: Sequence[Record], width: int = 40, measure: Measure = "score") -> list[str]:
+    """The lines of a table, from its head on."""
     text = io.StringIO()
-    show(Console(file=text, width=width), table(results(records, COLUMNS), "score", "a run"))
-    return [line for line in text.getvalue().splitlines() if "│" in line]
+    show(Console(file=text, width=width), table(results(records, COLUMNS), measure, "a run"))
+    _, *lines = text.getvalue().splitlines()
+    return lines
+
+
+def cells(records: Sequence[Record], measure: Measure = "score") -> list[str]:
+    """Its rows, one space between their cells."""
+    rows = [" ".join(line.split()) for line in printed(records, measure=measure)[2:]]
+    return [row for row in rows if row]
 
 
 def test_the_table_is_whole_however_narrow_the_terminal() -> None:
     long = "a_task_with_quite_a_long_name"
-    records = [record(0, [1, 0.5], 0.25, task=long, kept_bytes=1_234_567), record(0, [0])]
-    assert [" ".join(line.replace("│", "").split()) for line in printed(records)] == [
-        f"{long} 100 snapkv 0.1 1 75.0 75.0–75.0 0.2500 0.100 1.23 100.0 50.0",
-        "seek 100 snapkv 0.1 1 0.0 0.0–0.0 – 0.100 0.00 0.0 –",
-        "average 100 snapkv 0.1 2 37.5 37.5–37.5 0.2500 0.100 0.62 50.0 50.0",
+    records = [
+        *(record(i, [i, 0.5], 0.25, task=long, kept_bytes=1_234_567) for i in (0, 1)),
+        record(0, [0]),
+    ]
+    assert cells(records) == [
+        f"{long} 100 snapkv 0.1 2 50.0 25.0–75.0 0.2500 0.100 1.23 50.0 50.0",
+        "seek 100 snapkv 0.1 1 0.0 – – 0.100 0.00 0.0 –",
+        "average 100 snapkv 0.1 3 25.0 12.5–37.5 0.2500 0.100 0.62 25.0 50.0",
     ]
     assert printed(records, 40) == printed(records, 60)
 
 
-def test_one_turn_has_no_column_of_its_own() -> None:
-    (line,) = printed([record(0, [1], length=None)])
-    said = " ".join(line.replace("│", "").split())
-    assert said == "seek – snapkv 0.1 1 100.0 100.0–100.0 – 0.100 0.00"
+@pytest.mark.parametrize("scores", [[1], [0], [1 / 3] * 7, [0.1, 0.1, 0.1]])
+def test_what_does_not_vary_has_no_interval(scores: Sequence[float]) -> None:
+    (line,) = cells([record(i, [score], length=None) for i, score in enumerate(scores)])
+    mean = f"{100 * scores[0]:.1f}"
+    assert line == f"seek – snapkv 0.1 {len(scores)} {mean} – – 0.100 0.00"
+
+
+def test_task_and_length_stand_in_a_sections_first_row() -> None:
+    records = [
+        record(0, [1], task=task, length=length, column=column)
+        for task in ("seek", "count")
+        for length in (100, 200)
+        for column in (0, 1, 2)
+    ]
+    rows = [line[: len("average    100")].split() for line in printed(records)[2:]]
+    begins = [[task, str(n)] for task in ("seek", "count", "average") for n in (100, 200)]
+    assert rows == [cell for begin in begins for cell in (begin, [], [], [])][:-1]
+
+
+def test_a_table_of_one_turn_fits_80_columns() -> None:
+    draw = random.Random(0)
+    wide = columns(["criticaladakv"], "0.05")[1]
+    records = [
+        record(
+            i, [draw.random() > 0.1], draw.random(), task="niah_multikey_1", kept_bytes=94_123_456
+        ).model_copy(update={"policy": wide.cell.policy, "length": 131_072})
+        for i in range(25)
+    ]
+    lines = printed(records, 80)
+    assert "–100.0 " in lines[2]
+    assert {len(line.rstrip()) for line in lines[:3]} <= set(range(81))
+
+
+def test_perplexities_have_two_decimals() -> None:
+    def continued(number: int, nll: float) -> Record:
+        likelihood = Continued(nll=nll, kl=0.5, agreement=1, tokens=9, kept=0.1, kept_bytes=5)
+        return record(number, []).model_copy(update={"likelihood": likelihood})
+
+    records = [continued(0, math.log(7.25)), continued(1, math.log(7.29))]
+    assert printed(records, measure="perplexity")[0].split()[5] == "PPL"
+    assert cells(records, "perplexity") == [
+        "seek 100 snapkv 0.1 2 7.27 7.25–7.29 0.5000 0.100 0.00"
+    ]

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tiny_models import CHATML, byte_tokenizer
+from tokenizers import decoders
 
 from criticalkv.services.gateway import prefill_once
 from criticalkv.services.gateway.choices import MAX_LOST_WORKERS
@@ -22,6 +24,7 @@ from criticalkv.shared.errors import (
 )
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE
+from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 DOC = "d" * 150
@@ -545,6 +548,24 @@ def test_a_turns_record_is_compared_after_its_generation_prompt(gateway: Any) ->
     assert answers_with(record, "no", template)
     assert answers_with(record, "n", template)  # a stop string may have cut the rest
     assert not answers_with(record, "yes", template)
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_the_space_that_a_decoder_takes_away_is_compared(gateway: Any, strips: bool) -> None:
+    """SentencePiece's decoders say a text without its first space: an answer's first words had it.
+
+    Others say it, and what is stored without one is another answer.
+    """
+    tokenizer = byte_tokenizer(CHATML)
+    strip = [decoders.Strip(" ", 1, 0)] if strips else []
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
+    template = ChatTemplate(tokenizer)
+    said = (*template.generation_ids, *template.encode_content(" It is 5"))
+    identity = gateway.core.transcript  # only the tokens matter below
+    record = TokenRecord.model_construct(identity=identity, token_ids=said, pending_ids=())
+    assert answers_with(record, " It is 5", template)
+    assert answers_with(record, "It is 5", template) == strips
+    assert not answers_with(record, "  It is 5", template)
 
 
 # ------------------------------------------------- turns that shrink while they run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,17 +14,19 @@ from tiny_models import make_model
 
 from criticalkv.services.local import LocalEngine, LocalNode
 from criticalkv.services.local.engine import SALT
-from criticalkv.services.local.side_by_side import SideBySide
+from criticalkv.services.prefill.context_pass import ComputedContext
 from criticalkv.shared.cache.manifest import Manifest
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.config import EvictionConfig
 from criticalkv.shared.errors import (
     ContextLengthError,
+    DeadlineError,
     InvalidRequestError,
     NodeMissingError,
     PolicyError,
 )
 from criticalkv.shared.model.loader import LoadedModel
+from criticalkv.shared.requests import PrefillRequest, PrefillResult
 
 IDS = [int(x) for x in torch.randint(0, 200, (151,), generator=torch.Generator().manual_seed(1))]
 TIERS = ("0.1", "0.3", "0.5", "1")
@@ -145,11 +148,51 @@ def test_what_cannot_be_compressed_is_refused_before_the_forward(
 
 def test_another_contexts_forward_is_refused(model: LoadedModel, engine: LocalEngine) -> None:
     """A node's name says what it is computed from."""
-    context = SideBySide(model, IDS).computed
+    context = ComputedContext.of(model, IDS)
     request = engine._request(IDS[:-1], "snapkv", "1", SALT)
     with pytest.raises(InvalidRequestError):
         engine.prefill.run(request, context=context)
     assert len(engine.store) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["dense", "snapkv:window=8", "kvzip", STEPWISE])
+def test_a_forward_that_has_run_counts(
+    model: LoadedModel, engine: LocalEngine, policy: str
+) -> None:
+    """In what a node cost in all; a stepwise policy ran its own."""
+    context = replace(ComputedContext.of(model, IDS), forward_s=5000.0)
+    request = engine._request(IDS, policy, "1", SALT)
+    result = engine.prefill.run(request, context=context)
+    with engine.store.open_get(result.node_id) as reader:
+        costs = [result.total_ms, reader.manifest.prefill_ms]
+    assert [cost >= 5e6 for cost in costs] == 2 * [policy != STEPWISE]
+    assert result.total_ms >= result.prefill_ms
+
+
+def test_the_forward_has_a_deadline(
+    model: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.prefill, "run", None)  # it never comes to that
+    with counting_forwards(model, len(IDS)) as forwards, pytest.raises(DeadlineError):
+        engine.compress_each(IDS, ["default"], deadline_s=1e-9)
+    assert len(forwards) == 1
+    assert len(engine.store) == 0  # type: ignore[arg-type]
+
+
+def test_every_node_has_the_deadline(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    run = engine.prefill.run
+
+    def noting(request: PrefillRequest, **options: Any) -> PrefillResult:
+        seen.append(request.deadline_s)
+        return run(request, **options)
+
+    monkeypatch.setattr(engine.prefill, "run", noting)
+    engine.compress_each(IDS, [*NESTED[:2], NOT_NESTED], tiers=("0.1", "0.3"), deadline_s=70)
+    engine.compress_tokens(IDS, deadline_s=80)
+    engine.compress("Herons wade at dawn.", policy="dense", deadline_s=90)
+    engine.compress("Grey ones rest.", policy="dense")
+    assert seen == [*4 * [70], 80, 90, 600]
 
 
 def test_a_turn_that_is_not_kept_stores_nothing(engine: LocalEngine) -> None:

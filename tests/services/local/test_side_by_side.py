@@ -7,15 +7,17 @@ from copy import deepcopy
 import pytest
 import torch
 from tiny_models import make_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from criticalkv.services.local import LocalEngine
+from criticalkv.services.local import LocalEngine, side_by_side
 from criticalkv.services.local.side_by_side import SideBySide, answer_logprobs, greedy
-from criticalkv.shared.cache.ragged import RaggedCache
+from criticalkv.shared.cache.ragged import RaggedCache, RaggedLayer
 from criticalkv.shared.cache.wire import assemble
 from criticalkv.shared.config import EvictionConfig
 from criticalkv.shared.errors import PolicyError
 from criticalkv.shared.eviction.policy import Policy
+from criticalkv.shared.model.attention import LayerCall
 from criticalkv.shared.model.loader import LoadedModel
 
 TIERS = ("0.2", "0.5", "1")
@@ -86,6 +88,26 @@ def test_caches_in_a_batch_do_not_mix(model: LoadedModel) -> None:
         alone = answer_logprobs(model, [cache], QUESTION, ANSWER)[0]
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(together[0], together[1], atol=1e-2)
+
+
+def test_caches_go_where_the_query_is(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored ones are read on the CPU; lengths of heads stay there, for launch parameters."""
+    seen: list[RaggedLayer] = []
+
+    def attend(call: LayerCall, prefix: RaggedLayer, *_: object) -> Tensor:
+        seen.append(prefix)
+        return torch.empty_like(call.query)
+
+    monkeypatch.setattr(side_by_side, "attend_ragged", attend)
+    caches = [stored(model, "snapkv"), stored(model, "kvzip")]
+    query, key = (torch.empty(heads, 6, 16, device="meta") for heads in (4, 2))
+    out = side_by_side._Answers(caches, 3).attend(LayerCall(1, query, key, key, 1.0, None))
+    assert out.shape == query.shape
+    for layer, cache in zip(seen, caches, strict=True):
+        moved = (layer.keys, layer.values, layer.positions)
+        assert {tensor.device.type for tensor in moved} == {"meta"}
+        assert layer.keys.shape == cache.layers[1].keys.shape
+        assert torch.equal(layer.cu_seqlens, cache.layers[1].cu_seqlens)
 
 
 def test_greedy_follows_its_own_answer(model: LoadedModel) -> None:

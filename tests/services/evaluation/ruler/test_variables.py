@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from criticalkv.services.evaluation.evidence import evidence
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.ruler.fitting import prompt_tokens
 from criticalkv.services.evaluation.ruler.suite import Ruler
@@ -101,15 +102,16 @@ def test_the_statements_are_the_needles_and_all_else_is_noise() -> None:
 
 def test_distractors_are_as_long_and_hold_no_name() -> None:
     example = one(6000, 3)
-    context, start = example.context, example.context.rindex(INSTRUCTION)
-    lengths = [
-        [end - start for start, end in spans] for spans in (example.needles, example.distractors)
-    ]
+    found, solved = evidence(example, CHAT), example.context.rpartition(INSTRUCTION)[0]
+    lengths = [[end - start for start, end in spans] for spans in (found.E, found.D)]
     assert lengths[0] == lengths[1]
-    for begin, end in example.distractors:
-        assert start + len(INSTRUCTION) <= begin
-        assert not any(name in context[begin:end] for name in example.questions[0].references)
-        assert all(end <= a or b <= begin for a, b in example.needles)
+    ids = CHAT.encode_content(example.context)
+    before = found.tokens - len(ids)
+    for begin, end in found.D:
+        text = CHAT.decode(ids[begin - before : end - before])
+        assert begin - before >= len(solved + INSTRUCTION)
+        assert not any(name in text for name in example.questions[0].references)
+        assert all(end <= a or b <= begin for a, b in found.E)
 
 
 def test_places_differ_from_example_to_example() -> None:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longest import longest_that_is_made
 
 from criticalkv.services.evaluation.example import Example
+from criticalkv.services.evaluation.ruler import common_words
 from criticalkv.services.evaluation.ruler.common_words import all_words
 from criticalkv.services.evaluation.ruler.fitting import prompt_tokens
 from criticalkv.services.evaluation.ruler.frequent_words import LEAST, coded_text
@@ -90,6 +92,15 @@ def test_too_short_and_too_long_for_common_words() -> None:
         one("cwe", 512, 0, "real")
     with pytest.raises(ConfigError, match="more words than there are"):
         one("cwe", 400_000, 0)
+
+
+def test_words_are_too_few_only_if_another_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tuple(word for word in all_words() if len(word) == 6)[:60]
+    monkeypatch.setattr(common_words, "all_words", lambda: words)
+    length = longest_that_is_made(lambda length: one("cwe", length, 0), 1500, 4000)
+    example = one("cwe", length, 0)
+    assert len(set(listed(example.context.rpartition(LIST)[2]))) == 60 - 20
+    assert length - prompt_tokens(CHAT, example) == len(" 1000. abcdef") - 1
 
 
 @pytest.mark.parametrize(("task", "length"), [("cwe", 2000), ("cwe", 5000), ("fwe", 1000)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from criticalkv.services.evaluation.example import Example, Question
+from criticalkv.services.evaluation.metrics.registry import METRICS
 from criticalkv.services.evaluation.rows import Rows
 from criticalkv.services.evaluation.scbench.suite import SCBench
 from criticalkv.shared.errors import ConfigError
@@ -87,6 +89,20 @@ def test_numbers(read: Read) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [(1e-5, "0.00001"), (1e16, "10000000000000000"), (10**400, "1" + "0" * 400)],
+    ids=["small", "large", "huge"],
+)
+def test_any_number_can_be_judged(read: Read, number: float, answer: str) -> None:
+    row = {**MF, "multi_turns": [{"input": MEDIAN, "answer": number}]}
+    ((question,),) = [
+        example.questions for example in read("scbench_mf", "scbench_mf.jsonl", [row])
+    ]
+    judge = METRICS[question.metric]
+    assert [judge(answer, question), judge("7" * 5000, question)] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("task", ["en_qa", "scbench_qa_eng"])
 @pytest.mark.parametrize("file", ["en_qa.jsonl", "scbench_qa_eng.jsonl"])
 def test_a_novel(read: Read, task: str, file: str) -> None:
@@ -138,6 +154,8 @@ BAD = [
     ("scbench_mf", {**MF, "context": [1, "2"]}, "context"),
     ("scbench_mf", {**MF, "multi_turns": [{"input": MEDIAN, "answer": "3"}]}, "answer"),
     ("scbench_mf", {**MF, "multi_turns": [{"input": MEDIAN, "answer": True}]}, "answer"),
+    ("scbench_mf", {**MF, "multi_turns": [{"input": MEDIAN, "answer": math.nan}]}, "finite"),
+    ("scbench_mf", {**MF, "multi_turns": [{"input": MEDIAN, "answer": -math.inf}]}, "finite"),
     ("scbench_mf", {**MF, "multi_turns": [{"input": "Largest?", "answer": 3}]}, "The … is"),
     ("en_qa", {**QA, "multi_turns": [{"input": "Who?", "answer": []}]}, "answer"),
     ("kv75", {**KV75, "value": "v3"}, "none of the records"),

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from criticalkv.services.evaluation.answer import FULL_CELL, Answerer, Cell, History
+from criticalkv.services.evaluation.asking import rounds
 from criticalkv.services.evaluation.example import Example
-from criticalkv.services.evaluation.fits import check_fits
-from criticalkv.services.evaluation.local_answerer import LocalAnswerer
+from criticalkv.services.evaluation.local_answerer import LocalAnswerer, wide
 from criticalkv.services.evaluation.options import AskingOptions, Options
+from criticalkv.services.evaluation.prompt import Setting
 from criticalkv.services.evaluation.run import Ask
 from criticalkv.shared.config import Config, load_config
+from criticalkv.shared.errors import ContextLengthError
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.model.loader import load_model
 from criticalkv.shared.model.spec import ModelSpec, load_spec, load_tokenizer
@@ -23,7 +25,7 @@ Suite = Callable[[ChatTemplate, int], Iterable[Example]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Party:
     """A model that answers.
 
     Attributes:
@@ -39,14 +41,14 @@ class Asked:
     ask: Ask
 
 
-Open = Callable[[Sequence[Cell]], AbstractContextManager[Asked]]
+Open = Callable[[Sequence[Cell]], AbstractContextManager[Party]]
 """Gets ready to be asked under cells, or refuses them before anything runs."""
 
 
 @contextmanager
-def asked(
+def party(
     options: AskingOptions, history: History, suite: Suite, cells: Sequence[Cell]
-) -> Iterator[Asked]:
+) -> Iterator[Party]:
     """Load a model, or reach a service; give back what it takes at the end.
 
     Raises:
@@ -59,12 +61,33 @@ def asked(
 
     def examples() -> Iterator[Example]:
         for example in suite(chat, spec.max_positions):
-            check_fits(chat, example, spec.max_positions, options.setting, history)
+            _check_fits(chat, example, spec.max_positions, options.setting, history)
             yield example
 
     with closing(answerer):
         answerer.check(cells)
-        yield Asked(spec, chat, examples, answerer.answer)
+        yield Party(spec, chat, examples, answerer.answer)
+
+
+def _check_fits(
+    chat: ChatTemplate, example: Example, max_positions: int, setting: Setting, history: History
+) -> None:
+    """Refuse an example that may not fit, its longest answers included.
+
+    Raises:
+        ContextLengthError: naming it.
+    """
+    needed = max(
+        len(part.context_ids) + sum(len(s.token_ids) + s.question.max_tokens for s in steps)
+        for part in rounds(chat, example, setting, history)
+        for steps in part.conversations
+    )
+    if needed > max_positions:
+        raise ContextLengthError(
+            f"{example.name} may take {needed} tokens, context, questions and answers; the model "
+            f"has {max_positions} positions",
+            param="lengths",
+        )
 
 
 def _local(
@@ -76,7 +99,9 @@ def _local(
         setting=options.setting,
         history=history,
         kl=options.kl,
+        prefill=config.prefill,
         eviction=config.eviction,
+        decode=wide(config.decode),
     )
     return model.spec, model.chat, answerer
 
