@@ -23,7 +23,7 @@ from criticalkv.services.bench.kvpress_peer import KvpressPeer, kvpress_peer
 from criticalkv.services.evaluation.answer import Answerer, Answers, Cell
 from criticalkv.services.evaluation.column import columns
 from criticalkv.services.evaluation.example import Example
-from criticalkv.services.evaluation.local_answerer import LocalAnswerer
+from criticalkv.services.evaluation.local_answerer import LocalAnswerer, wide
 from criticalkv.services.evaluation.metrics.registry import METRICS
 from criticalkv.services.evaluation.prompt import first_prompt
 from criticalkv.services.evaluation.ruler.suite import Ruler
@@ -229,7 +229,13 @@ def _answerer(model: LoadedModel, config: Config, cells: Sequence[Cell]) -> Loca
     tiers = tuple(sorted({cell.tier for cell in cells}, key=float))
     eviction = config.eviction.model_copy(update={"tiers": tiers, "canary_queries": 0})
     return LocalAnswerer(
-        model, setting="context-only", history="model", kl=False, eviction=eviction
+        model,
+        setting="context-only",
+        history="model",
+        kl=False,
+        eviction=eviction,
+        prefill=config.prefill,
+        decode=wide(config.decode),
     )
 
 

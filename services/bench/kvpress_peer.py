@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -108,7 +109,8 @@ class KvpressPeer:
         try:
             return TypeAdapter(kind).validate_json(line)
         except ValidationError:
-            raise _refused(f"said {line[:80]!r}, which is no {kind.__name__}") from None
+            # Not quoted: it may be an answer.
+            raise _refused(f"said something that is no {kind.__name__}") from None
 
 
 @contextmanager
@@ -142,12 +144,16 @@ def kvpress_peer(python: Path, spec: ModelSpec, threads: int) -> Iterator[Kvpres
 
 
 def _end(process: subprocess.Popen[str]) -> None:
+    first = sys.exception()  # must not be hidden by what fails here
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
         process.communicate(timeout=END_S)
     except subprocess.TimeoutExpired:
-        raise _refused(f"is still there {END_S:.0f} s after it was killed") from None
+        late = _refused(f"is still there {END_S:.0f} s after it was killed")
+        if first is None:
+            raise late from None
+        first.add_note(str(late))
 
 
 def _refused(why: str) -> ConfigError:

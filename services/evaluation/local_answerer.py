@@ -5,6 +5,7 @@ All cells' questions are decoded together, in one continuous batch.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ class LocalAnswerer:
         self._threads = ThreadPoolExecutor(decode.max_num_seqs, thread_name_prefix="answer")
 
     def close(self) -> None:
-        """End its threads; one that hangs is not waited for."""
+        """End its threads; one that hangs is waited for only when the process ends."""
         self._engine.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -182,14 +183,20 @@ class LocalAnswerer:
         """Drop an example's nodes, once what was given up has ended, too.
 
         Raises:
-            DeadlineError: if something still runs after END_S.
+            DeadlineError: if something still runs after END_S; only a note if another error
+                is on its way.
         """
         decode, until = self._engine.decode, time.monotonic() + END_S
         running = wait(asked, END_S).not_done
         while decode.in_flight and time.monotonic() < until:
             time.sleep(0.01)
         if running or decode.in_flight:
-            raise DeadlineError(f"answers that were given up still run after {END_S:g} s")
+            late = DeadlineError(f"answers that were given up still run after {END_S:g} s")
+            first = sys.exception()
+            if first is None or isinstance(first, GeneratorExit):
+                raise late
+            first.add_note(str(late))
+            return
         self._store.clear()
         decode.drop_unused()
 

@@ -155,7 +155,7 @@ class Choice:
         return f"{what} tokens{others}"
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def _choice(sources: Sources, task: str, length: int, seed: int) -> Choice:
     """Remember which questions fit: examples are made one after the other."""
     return Choice(sources, Order(task, length, seed, 0))

@@ -90,10 +90,10 @@ def test_a_line_that_is_no_answer_is_told(tmp_path: Path, line: str) -> None:
     python = played(tmp_path, f"{READY}\nsys.stdin.readline()\nprint({line!r}, flush=True)\n")
     with (
         peers.kvpress_peer(python, SPEC, 2) as peer,
-        pytest.raises(ConfigError, match="which is no PeerAnswer") as caught,
+        pytest.raises(ConfigError, match="no PeerAnswer") as caught,
     ):
         peer.answer(PROMPT, 1, "snapkv", 0.5)
-    assert line in caught.value.message
+    assert line not in caught.value.message  # it may be an answer
 
 
 def test_one_that_ends_is_told(tmp_path: Path) -> None:

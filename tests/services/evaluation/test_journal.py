@@ -113,6 +113,14 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: bytes)
     assert path.read_bytes() == content
 
 
+def test_another_file_with_a_format_is_left_alone(tmp_path: Path) -> None:
+    path, content = tmp_path / "report.json", b'{"format": 1, "rows": [1, 2]}\n'
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="other settings"):
+        Journal(path, SETTINGS)
+    assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [
