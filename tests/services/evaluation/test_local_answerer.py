@@ -394,10 +394,10 @@ def test_an_answer_that_never_comes_ends_the_example(
 ) -> None:
     monkeypatch.setattr(local_answerer, "TURN_S", 0.1)
     answerer = make(kl=kl)
-    with pytest.raises(DeadlineError, match="still run") as caught:
+    with pytest.raises(DeadlineError, match="no answer within") as caught:
         answers(answerer, EXAMPLE, [Cell(WINDOW, "0.2")])
-    assert isinstance(caught.value.__context__, DeadlineError)
-    assert "no answer within" in str(caught.value.__context__)
+    [note] = caught.value.__notes__
+    assert "still run" in note  # which does not hide why they were given up
     answerer.close()
     assert not hanging.is_set()
 
