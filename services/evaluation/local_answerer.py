@@ -188,9 +188,13 @@ class LocalAnswerer:
         """
         decode, until = self._engine.decode, time.monotonic() + END_S
         running = wait(asked, END_S).not_done
-        while decode.in_flight and time.monotonic() < until:
+        # Who has ended may still hold pages for a moment, and a node may still arrive.
+        while in_use := decode.in_flight or decode.pages.free < decode.pages.total:
+            decode.drop_unused()
+            if time.monotonic() > until:
+                break
             time.sleep(0.01)
-        if running or decode.in_flight:
+        if running or in_use:
             late = DeadlineError(f"answers that were given up still run after {END_S:g} s")
             first = sys.exception()
             if first is None or isinstance(first, GeneratorExit):
@@ -198,7 +202,6 @@ class LocalAnswerer:
             first.add_note(str(late))
             return
         self._store.clear()
-        decode.drop_unused()
 
     def _kls(self, asked: Asked, readings: Mapping[Cell, Reading]) -> dict[Cell, float]:
         """Follow the full cache's first answer after every cache, once all have answered."""

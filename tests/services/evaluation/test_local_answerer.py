@@ -351,10 +351,18 @@ def test_a_context_that_is_too_long_harms_no_other(model: LoadedModel, make: Mak
     assert len(answers(answerer, EXAMPLE, CELLS)) == len(before)
 
 
+@pytest.mark.parametrize("release_s", [0.0, 0.3])
 def test_when_one_cell_fails_nobody_waits_for_the_others(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, release_s: float
 ) -> None:
-    generate = LocalEngine.generate
+    generate, release = LocalEngine.generate, DecodeEngine._release
+
+    def slowly(*args: Any) -> None:
+        """What is released after its sequence has ended must go as well."""
+        time.sleep(release_s)
+        release(*args)
+
+    monkeypatch.setattr(DecodeEngine, "_release", slowly)
 
     def failing(self: LocalEngine, *args: Any, **options: Any) -> LocalTurn:
         if options["tier"] == "0.2":
