@@ -106,7 +106,7 @@ class Journal:
             self._begin(header)
             return
         there = self._header(lines[0])
-        if len(lines) == 1 and there.keys() == self._settings.keys():
+        if len(lines) == 1 and "command" in there:
             _cut(self._file, 0)  # nothing was finished: nothing can be mixed up
             self._append(header)
             return
