@@ -12,7 +12,8 @@ from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.metrics.registry import METRICS
 
 Make = Callable[..., Example]
-ASKED = re.compile(r"What is the special magic number for (\S+) mentioned in the provided text\?")
+# A key may have a space: "ad hoc" is one of the adjectives.
+ASKED = re.compile(r"What is the special magic number for (.+) mentioned in the provided text\?")
 
 
 @settings(max_examples=15, deadline=None)
