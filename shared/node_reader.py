@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NoReturn
 
 import grpc
@@ -15,6 +14,7 @@ from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.shared import failpoints
 from criticalkv.shared.breaker import Passage
 from criticalkv.shared.cache.manifest import Manifest, decode_manifest, verify_segment
+from criticalkv.shared.closing import Closing
 from criticalkv.shared.direct_read import DirectClosed, DirectReads, Wanted
 from criticalkv.shared.errors import (
     CorruptNodeError,
@@ -47,7 +47,7 @@ class ReadPaths:
     direct: DirectReads | None
 
 
-class NodeReader:
+class NodeReader(Closing):
     """Reads one node. Leaving the context cancels what was not read.
 
     Attributes:
@@ -108,17 +108,6 @@ class NodeReader:
         self._stream.cancel()
         if self._direct is not None:
             self._direct.close()  # type: ignore[attr-defined]
-
-    def __enter__(self) -> NodeReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --------------------------------------------------------------- header
 

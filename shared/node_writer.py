@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -15,6 +14,7 @@ from criticalkv.shared import failpoints
 from criticalkv.shared.breaker import Passage
 from criticalkv.shared.cache.manifest import Manifest, encode_manifest
 from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.closing import Closing
 from criticalkv.shared.errors import CancelledError, StoreUnavailableError
 from criticalkv.shared.frames import Buffer, encode_segment
 from criticalkv.shared.store_channel import typed_error
@@ -25,7 +25,7 @@ CHECK_S = 0.1
 """How often a waiting writer looks whether it should go on."""
 
 
-class NodeWriter:
+class NodeWriter(Closing):
     """Writes one node. Leaving the context without `commit` publishes nothing.
 
     Not for several threads at once.
@@ -102,17 +102,6 @@ class NodeWriter:
         if not self._committed:
             self._future.cancel()
         self._end()
-
-    def __enter__(self) -> NodeWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _enqueue(self, frame: bytes | None) -> None:
         while not self._ended.is_set():

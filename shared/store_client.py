@@ -21,7 +21,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -32,6 +31,7 @@ from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.shared import failpoints
 from criticalkv.shared.breaker import Breaker, CircuitOpenError, Passage
 from criticalkv.shared.cache.records import TokenRecord
+from criticalkv.shared.closing import Closing
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.direct_read import DirectReads
 from criticalkv.shared.errors import (
@@ -53,7 +53,7 @@ ATTEMPTS = 4
 BACKOFF_S = 0.05
 
 
-class StoreClient:
+class StoreClient(Closing):
     """A connection to the store. Share one per process; all methods are thread-safe.
 
     The channel is made at the first call, never before, so that it does not cross a
@@ -108,17 +108,6 @@ class StoreClient:
             channel.close()
         if self._direct is not None:
             self._direct.close()
-
-    def __enter__(self) -> StoreClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------ payloads
 

@@ -16,9 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
 from criticalkv.services.bench.kvpress_peer import KvpressPeer, kvpress_peer
 from criticalkv.services.evaluation.answer import Answerer, Answers, Cell
 from criticalkv.services.evaluation.column import columns
@@ -33,6 +30,7 @@ from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.model.chat import ChatTemplate
 from criticalkv.shared.model.loader import LoadedModel, load_model
 from criticalkv.shared.model.spec import ModelSpec
+from criticalkv.shared.progress import counting
 from criticalkv.shared.report import Report, median
 
 POLICIES = ("snapkv", "criticalkv", "adakv", "criticaladakv")
@@ -95,7 +93,7 @@ def run(
     report.details |= _details(model.spec, cells)
     with closing(_answerer(model, config, cells)) as answerer:
         answerer.check(cells)
-        with _peer(kvpress_python, model.spec, threads) as peer, _progress() as progress:
+        with _peer(kvpress_python, model.spec, threads) as peer, counting() as progress:
             if peer is not None:
                 check_presses(cells, peer.ready.presses)
                 report.details["kvpress"] = asdict(peer.ready)
@@ -254,8 +252,3 @@ def _examples(
     ruler = Ruler(model.chat, data=data, essays=None)
     rows = [list(ruler.examples([task], [length], per_task, SEED)) for task in wanted]
     return [row[i] for i in range(per_task) for row in rows][:count]
-
-
-def _progress() -> Progress:
-    columns: list[Any] = [*Progress.get_default_columns(), MofNCompleteColumn()]
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))

@@ -16,8 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import Progress
 
 from criticalkv.services.bench.closeness import TIERS, Closeness, Table
 from criticalkv.services.bench.prefill_cost import measure as measure_cost
@@ -29,6 +28,7 @@ from criticalkv.shared.config import Config
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.eviction.policy import DEFAULT_POLICY, Policy
 from criticalkv.shared.model.loader import load_model
+from criticalkv.shared.progress import counting
 from criticalkv.shared.report import Report
 
 CONTEXT_TOKENS = 1500
@@ -204,8 +204,7 @@ def _beside(path: Path, names: Sequence[str]) -> dict[str, dict[str, list[tuple[
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with counting() as progress:
         started = time.monotonic()
         yield progress
         progress.console.print(f"measured in {time.monotonic() - started:.0f} s")

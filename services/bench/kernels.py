@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from criticalkv.kernels.group_layout import ROWS
 from criticalkv.services.analysis.comparison import perturbation_lower_share
@@ -23,6 +21,7 @@ from criticalkv.shared.cache.codec import BITS, layout_of
 from criticalkv.shared.cache.manifest import ITEMSIZE
 from criticalkv.shared.config import Config
 from criticalkv.shared.model.loader import LoadedModel, load_model
+from criticalkv.shared.progress import counting
 from criticalkv.shared.report import Report
 
 MEANING = {
@@ -61,8 +60,7 @@ def run(config: Config, *, quick: bool, threads: int, data: Path | None) -> Repo
     model = load_model(config.model)
     size = _Size.of(quick)
     report = Report("kernels", quick, dict.fromkeys(MEANING), MEANING)
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with counting() as progress:
         task = progress.add_task("Operations", total=None)
         operations = measure(size.shape, size.repeats, lambda: progress.advance(task))
         progress.update(task, description="Codecs")

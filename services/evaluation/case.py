@@ -9,8 +9,10 @@ from pathlib import Path
 
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.model.chat import ChatTemplate, Message, Part
+from criticalkv.shared.python_reference import python_reference
 
 ENVIRONMENT = "CRITICALKV_DATA"
+ESSAYS = "inaugural.txt"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,28 @@ def data_file(name: str, folder: Path | None) -> Path | None:
     named = data_folder(folder)
     path = named / name if named else None
     return path if path and path.is_file() else None
+
+
+def essays_text(data: Path | None) -> tuple[str, str]:
+    """Return the name and the text of the essays in `data`, or of Python's language reference.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    path = data_file(ESSAYS, data)
+    return (path.name, read_text(path)) if path else ("pydoc_data.topics", python_reference())
+
+
+def read_text(path: Path) -> str:
+    """Read the user's text.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is no readable text: {error}", param="essays") from error
 
 
 def shorten(sentences: Sequence[str], chat: ChatTemplate, tokens: int) -> list[str]:

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from pydantic import ValidationError
@@ -19,12 +18,13 @@ from pydantic import ValidationError
 from criticalkv.services.evaluation.column import Column
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.record import Key, Record, digest
+from criticalkv.shared.closing import Closing
 from criticalkv.shared.errors import ConfigError
 
 FORMAT = 1
 
 
-class Journal:
+class Journal(Closing):
     """An open journal; nobody else writes to its file. A context manager."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -49,17 +49,6 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the file."""

@@ -25,7 +25,7 @@ from criticalkv.services.evaluation.asking import Round, Steps, rounds
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.forced import divergence, forced
 from criticalkv.services.evaluation.prompt import ROLES, Setting
-from criticalkv.services.evaluation.reading import Reading, check_cells, read_each
+from criticalkv.services.evaluation.reading import EVICTION, Reading, check_cells, read_each
 from criticalkv.services.local import LocalEngine, LocalNode, LocalTurn
 from criticalkv.services.local.memory_store import MemoryStore
 from criticalkv.shared.config import DecodeConfig, EvictionConfig, PrefillConfig
@@ -36,7 +36,6 @@ SEQS, STEP_TOKENS, POOL_MB = 64, 2048, 4096
 """Wide: what is decoded together shares each reading of the weights."""
 END_S = 600.0
 """Longest wait for answers that were given up to end; they do within one step, a wide one."""
-EVICTION = EvictionConfig(canary_queries=0)
 TURN_S = 3600.0
 """Longest time until an answer has come, all that is decoded beside it included."""
 

@@ -7,9 +7,10 @@ from contextlib import closing, contextmanager
 
 from criticalkv.services.evaluation.answer import Cell
 from criticalkv.services.evaluation.example import Example
+from criticalkv.services.evaluation.likelihood import Likelihood
 from criticalkv.services.evaluation.options import PerplexityOptions
 from criticalkv.services.evaluation.party import Party, config_of
-from criticalkv.services.evaluation.perplexity import Likelihood, Perplexity, Window, Windows
+from criticalkv.services.evaluation.perplexity import Perplexity, Window, Windows
 from criticalkv.shared.errors import ContextLengthError
 from criticalkv.shared.model.loader import LoadedModel, load_model
 

@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 
 from criticalkv.services.evaluation.case import (
+    ESSAYS,
     Case,
     context_ids,
-    data_file,
+    essays_text,
     question_ids,
     shorten,
 )
 from criticalkv.shared.model.chat import ChatTemplate
-from criticalkv.shared.python_reference import python_reference
 
 INSTRUCTION = (
     "Some special magic numbers are hidden within the following text. Memorize them. I will "
@@ -26,7 +26,6 @@ KEYS = (
 )
 NEEDLE_TOKENS = 25  # at most; room that the haystack leaves
 FRAME_TOKENS = 60  # instruction and template
-ESSAYS = "inaugural.txt"
 
 
 class Needles:
@@ -34,11 +33,10 @@ class Needles:
 
     def __init__(self, chat: ChatTemplate, data: Path | None = None) -> None:
         """Read the haystack: essays in `data`, or Python's own language reference."""
-        path = data_file(ESSAYS, data)
-        text = path.read_text() if path else python_reference()
-        self.haystack = ESSAYS if path else "pydoc_data.topics"
+        self.haystack, text = essays_text(data)
+        between = "\n" if self.haystack == ESSAYS else r"\n\s*\n"
         self._chat = chat
-        self._paragraphs = [p for p in re.split(r"\n\s*\n" if not path else "\n", text) if p[80:]]
+        self._paragraphs = [p for p in re.split(between, text) if p[80:]]
 
     def case(self, seed: int, needles: int, tokens: int) -> Case:
         """Hide `needles` numbers in about `tokens` tokens; one of them is asked for."""

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from criticalkv.services.evaluation.answer import FULL_CELL, Cell
-from criticalkv.services.evaluation.case import data_file
+from criticalkv.services.evaluation.case import essays_text
 from criticalkv.services.evaluation.example import Example
 from criticalkv.services.evaluation.forced import divergence, forced
-from criticalkv.services.evaluation.needles import ESSAYS
-from criticalkv.services.evaluation.reading import Reading, check_cells, read_each
+from criticalkv.services.evaluation.likelihood import Likelihood
+from criticalkv.services.evaluation.reading import EVICTION, Reading, check_cells, read_each
 from criticalkv.services.local import LocalEngine
 from criticalkv.services.local.memory_store import MemoryStore
 from criticalkv.shared.config import DecodeConfig, EvictionConfig, PrefillConfig
 from criticalkv.shared.errors import ConfigError
 from criticalkv.shared.model.loader import LoadedModel
-from criticalkv.shared.python_reference import python_reference
 
 CONTINUATION = 128
 TASK = "perplexity"
@@ -53,35 +52,12 @@ class Window:
         return Example(TASK, self.name, model.chat.decode(ids), (), len(self.context_ids))
 
 
-@dataclass(frozen=True)
-class Likelihood:
-    """What became of a continuation after one cache.
-
-    Attributes:
-        nll: negative log likelihood, nats per token, mean; perplexity is its exp.
-        kl: KL(full ‖ compressed), nats per token, mean.
-        agreement: share of tokens whose likeliest prediction is the full cache's.
-        tokens: that were judged.
-        kept: entries read ÷ entries of the full cache, of the context.
-        kept_bytes: stored bytes of the context up to the tier.
-    """
-
-    nll: float
-    kl: float
-    agreement: float
-    tokens: int
-    kept: float
-    kept_bytes: int
-
-
 class Windows:
     """Cuts a text into windows that do not overlap; the same seed gives the same ones."""
 
     def __init__(self, model: LoadedModel, data: Path | None = None) -> None:
         """Read the text: essays in `data`, or Python's own language reference."""
-        path = data_file(ESSAYS, data)
-        text = path.read_text() if path else python_reference()
-        self.source = ESSAYS if path else "pydoc_data.topics"
+        self.source, text = essays_text(data)
         self._ids = model.chat.encode_content(text)
         self._opening = _opening(model)
 
@@ -137,7 +113,7 @@ class Perplexity:
             model,
             self._store,
             prefill=prefill,
-            eviction=eviction or EvictionConfig(canary_queries=0),
+            eviction=eviction or EVICTION,
             decode=DecodeConfig(pool_mb=1),  # nothing is decoded here
         )
 

@@ -9,10 +9,13 @@ from criticalkv.services.evaluation.answer import FULL, FULL_CELL, Cell
 from criticalkv.services.local import LocalEngine, LocalNode
 from criticalkv.shared.cache.ragged import RaggedCache
 from criticalkv.shared.cache.wire import assemble
+from criticalkv.shared.config import EvictionConfig
 from criticalkv.shared.errors import InvalidRequestError
 from criticalkv.shared.eviction.policy import Policy
 from criticalkv.shared.identity import POLICY_DENSE, canonical_tier
 
+EVICTION = EvictionConfig(canary_queries=0)
+"""Nobody looks at a canary here."""
 PREFILL_S = 3600.0
 """Longest time of a context's forward, and of each policy after it."""
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from criticalkv.services.evaluation.answer import Answer, Answers
 from criticalkv.services.evaluation.column import Column
 from criticalkv.services.evaluation.example import Example, Question
+from criticalkv.services.evaluation.likelihood import Likelihood
 from criticalkv.services.evaluation.metrics.registry import METRICS
 
-if TYPE_CHECKING:
-    from criticalkv.services.evaluation.perplexity import Likelihood  # needs torch
-
-Outcome: TypeAlias = "Answers | Likelihood"
+Outcome = Answers | Likelihood
 """What came of an example under one cell."""
 Key = tuple[str, str, str, tuple[str, ...]]
 """(example, canonical policy, tier, tiers below that its values depend on)."""
@@ -56,17 +54,6 @@ class Turn(_Line):
         )
 
 
-class Continued(_Line):
-    """How a text went on; the fields are those of `Likelihood`."""
-
-    nll: float
-    kl: float
-    agreement: float
-    tokens: int
-    kept: float
-    kept_bytes: int
-
-
 class Record(_Line):
     """What an example came to under one cell.
 
@@ -91,7 +78,7 @@ class Record(_Line):
     tier: str
     below: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
-    likelihood: Continued | None = None
+    likelihood: Likelihood | None = None
     seconds: float
 
     @classmethod
@@ -112,7 +99,7 @@ class Record(_Line):
         )
 
     @property
-    def reads(self) -> tuple[Turn | Continued, ...]:
+    def reads(self) -> tuple[Turn | Likelihood, ...]:
         """What says how a context was read."""
         return (self.likelihood,) if self.likelihood else self.turns
 
@@ -124,7 +111,7 @@ class Record(_Line):
 
 def _outcome(example: Example, outcome: Outcome) -> dict[str, Any]:
     if not isinstance(outcome, tuple):
-        return {"likelihood": Continued(**dataclasses.asdict(outcome))}
+        return {"likelihood": outcome}
     pairs = zip(outcome, example.questions, strict=True)
     return {"turns": tuple(Turn.of(answer, question) for answer, question in pairs)}
 

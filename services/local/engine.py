@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal
-from types import TracebackType
 from typing import Any
 
 from criticalkv.services.decode.engine import DecodeEngine
@@ -16,6 +15,7 @@ from criticalkv.services.local.memory_store import MemoryStore
 from criticalkv.services.prefill.context_pass import ComputedContext
 from criticalkv.services.prefill.engine import PrefillEngine
 from criticalkv.shared.cache.manifest import Manifest
+from criticalkv.shared.closing import Closing
 from criticalkv.shared.config import DecodeConfig, EvictionConfig, ModelConfig, PrefillConfig
 from criticalkv.shared.errors import DeadlineError, InvalidRequestError
 from criticalkv.shared.eviction.policy import Policy, canonical_turn_policy, codec_of
@@ -76,7 +76,7 @@ class LocalTurn(LocalNode):
     deltas: tuple[DecodeDelta, ...] = ()
 
 
-class LocalEngine:
+class LocalEngine(Closing):
     """Compress contexts and ask questions in-process.
 
     A context manager; `close` ends its threads.
@@ -102,17 +102,6 @@ class LocalEngine:
     def load(cls, model: str = "demo", *, threads: int | None = None) -> LocalEngine:
         """Load a model by path or name ("demo": the small model, fetched once)."""
         return cls(load_model(ModelConfig(path=model), threads))
-
-    def __enter__(self) -> LocalEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the decode threads."""

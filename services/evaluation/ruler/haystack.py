@@ -11,14 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from criticalkv.services.evaluation.case import data_file
+from criticalkv.services.evaluation.case import essays_text, read_text
 from criticalkv.shared.errors import ConfigError
-from criticalkv.shared.python_reference import python_reference
 
 Kind = Literal["noise", "essay"]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's noise, one line of it."""
-ESSAYS = "inaugural.txt"
 _ENDS = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 _FEWEST_WORDS = 4  # headings and rules are no sentences
 
@@ -67,25 +65,18 @@ def essays(data: Path | None = None, own: Path | None = None) -> Haystack:
         ConfigError: if there is no such text, or no sentence in it.
     """
     if own is not None:
-        return _haystack("\n\n".join(map(_read, _texts(own))), own)
-    path = data_file(ESSAYS, data)
-    return _haystack(_read(path) if path else python_reference(), path or Path("essays"))
+        return _haystack("\n\n".join(map(read_text, _texts(own))), own.name)
+    name, text = essays_text(data)
+    return _haystack(text, name)
 
 
-def _haystack(text: str, source: Path) -> Haystack:
+def _haystack(text: str, source: str) -> Haystack:
     sentences = (" ".join(piece.split()) for piece in _ENDS.split(text))
     kept = tuple(s for s in sentences if len(s.split()) >= _FEWEST_WORDS)
     if not kept:
-        raise ConfigError(f"{source.name} has no sentences (--essays)", param="essays")
+        raise ConfigError(f"{source} has no sentences (--essays)", param="essays")
     return Haystack("essay", kept, " ")
 
 
 def _texts(own: Path) -> list[Path]:
     return sorted(own.glob("*.txt")) if own.is_dir() else [own]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path.name} is no readable text: {error}", param="essays") from error

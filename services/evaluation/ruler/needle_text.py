@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from criticalkv.services.evaluation.example import Example, Question, Span
 from criticalkv.services.evaluation.ruler.fitting import TokenCounts, fit
@@ -18,7 +19,7 @@ INSTRUCTION = (
 QUESTION = "\nWhat are all the special magic {kind} for {keys} mentioned in the provided text?"
 PREFIX = " The special magic {kind} for {keys} mentioned in the provided text are"
 # RULER's own way to the singular.
-SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
+_SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
 METRIC = "string_match_all"
 MAX_TOKENS = 128
 
@@ -106,10 +107,13 @@ class NeedleText:
     def _frame(self, template: str) -> str:
         kind: str = self.needles[0].kind
         if len(self._answers()) == 1:
-            kind = kind.removesuffix("s")
-            for plural, singular in SINGULAR:
-                template = template.replace(plural, singular)
+            kind, template = kind.removesuffix("s"), singular(template)
         return template.format(kind=kind, keys=_listed(self.asked))
+
+
+def singular(template: str) -> str:
+    """Return a template as it speaks of one value."""
+    return reduce(lambda text, pair: text.replace(*pair), _SINGULAR, template)
 
 
 def _listed(keys: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -163,8 +163,8 @@ def _cut(template: Template, text: str) -> tuple[str, str, str]:
 
 
 def _both(template: str) -> tuple[str, str]:
-    """Return a needle template's plural and singular, which RULER makes by replacing."""
-    return template, reduce(lambda t, pair: t.replace(*pair), needle_text.SINGULAR, template)
+    """Return a needle template's plural and singular."""
+    return template, needle_text.singular(template)
 
 
 def _any_of(templates: Sequence[str]) -> str:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from criticalkv.services.evaluation import forced, oracle
 from criticalkv.services.evaluation.answer import FULL_CELL, Cell
-from criticalkv.services.evaluation.perplexity import Likelihood, Perplexity, Window, Windows
+from criticalkv.services.evaluation.likelihood import Likelihood
+from criticalkv.services.evaluation.perplexity import Perplexity, Window, Windows
 from criticalkv.services.evaluation.reading import read_each
 from criticalkv.services.local import LocalEngine
 from criticalkv.shared.cache.ragged import RaggedCache

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from criticalkv.services.evaluation.answer import FULL_CELL, Cell
 from criticalkv.services.evaluation.column import columns
-from criticalkv.services.evaluation.record import Continued, Record, Turn
+from criticalkv.services.evaluation.likelihood import Likelihood
+from criticalkv.services.evaluation.record import Record, Turn
 from criticalkv.services.evaluation.results import Measure, Result, results
 from criticalkv.services.evaluation.statistics import Estimate
 from criticalkv.services.evaluation.table import show, table
@@ -150,7 +151,7 @@ def test_order_within_a_task_does_not_matter() -> None:
 
 def test_perplexity_is_over_all_tokens() -> None:
     def continued(number: int, nll: float, tokens: int, kl: float) -> Record:
-        likelihood = Continued(nll=nll, kl=kl, agreement=1, tokens=tokens, kept=0.1, kept_bytes=5)
+        likelihood = Likelihood(nll=nll, kl=kl, agreement=1, tokens=tokens, kept=0.1, kept_bytes=5)
         return record(number, []).model_copy(update={"likelihood": likelihood})
 
     row = rows([continued(0, 1.0, 30, 0.5), continued(1, 3.0, 10, 0.1)])["seek", 100, "0.1"]
@@ -240,7 +241,7 @@ def test_a_table_of_one_turn_fits_80_columns() -> None:
 
 def test_perplexities_have_two_decimals() -> None:
     def continued(number: int, nll: float) -> Record:
-        likelihood = Continued(nll=nll, kl=0.5, agreement=1, tokens=9, kept=0.1, kept_bytes=5)
+        likelihood = Likelihood(nll=nll, kl=0.5, agreement=1, tokens=9, kept=0.1, kept_bytes=5)
         return record(number, []).model_copy(update={"likelihood": likelihood})
 
     records = [continued(0, math.log(7.25)), continued(1, math.log(7.29))]
