@@ -29,7 +29,7 @@ from criticalkv.shared.config import (
     placed,
 )
 from criticalkv.shared.malloc import ENVIRONMENT as LARGE_BUFFERS
-from criticalkv.shared.malloc import ONE_ARENA
+from criticalkv.shared.malloc import ONE_ARENA, ONE_HEAP
 
 APP_NAME = "criticalkv"
 # Each of malloc's arenas would keep its own largest need for ever.
@@ -75,7 +75,7 @@ def gateway_deployment(config: Config) -> Deployment:
         max_ongoing_requests=2 * gateway.max_ongoing,
         max_queued_requests=gateway.max_ongoing,
         # Many threads, small objects.
-        ray_actor_options=_actor(gateway.num_cpus, 0, 1, gateway.ray_resources, ONE_ARENA),
+        ray_actor_options=_actor(gateway.num_cpus, 0, 1, gateway.ray_resources, ONE_HEAP),
     )
 
 

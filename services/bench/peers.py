@@ -26,7 +26,7 @@ import grpc
 from criticalkv.proto import cache_store_pb2 as pb
 from criticalkv.services.store.server import OPTIONS as SERVER_OPTIONS
 from criticalkv.shared.frames import encode_segment
-from criticalkv.shared.malloc import ENVIRONMENT, ONE_ARENA, tune_malloc
+from criticalkv.shared.malloc import ENVIRONMENT, ONE_HEAP, tune_malloc
 from criticalkv.shared.store_channel import OPTIONS as CLIENT_OPTIONS
 
 SERVICE = "bare"
@@ -69,7 +69,7 @@ def running(kind: str, nbytes: int) -> Iterator[Peer]:
 
 def child_environment() -> dict[str, str]:
     """Return the environment of a peer: malloc is tuned as the store's."""
-    return {**os.environ, **ENVIRONMENT, **ONE_ARENA}
+    return {**os.environ, **ENVIRONMENT, **ONE_HEAP}
 
 
 class BareClient:

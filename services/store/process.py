@@ -12,7 +12,7 @@ from types import TracebackType
 
 from criticalkv.shared.config import StoreConfig
 from criticalkv.shared.errors import ConfigError, StoreUnavailableError
-from criticalkv.shared.malloc import ENVIRONMENT, ONE_ARENA
+from criticalkv.shared.malloc import ENVIRONMENT, ONE_HEAP
 from criticalkv.shared.store_client import StoreClient
 
 START_TIMEOUT_S = 30.0
@@ -121,7 +121,7 @@ def _popen(write_fd: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", module, "--ready-fd", str(write_fd), "--parent", str(os.getpid())],
         stdin=subprocess.PIPE,
         pass_fds=(write_fd,),
-        env={**os.environ, **ENVIRONMENT, **ONE_ARENA},
+        env={**os.environ, **ENVIRONMENT, **ONE_HEAP},
         # A signal to the whole group is for the parent: it stops the store last.
         start_new_session=True,
     )

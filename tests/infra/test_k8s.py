@@ -19,6 +19,7 @@ from criticalkv.services import app as application
 from criticalkv.services.cluster import LOCAL_ENV, TIMEOUT_MARGIN_S
 from criticalkv.services.gateway.edge import WRITE_TIMEOUT_VARIABLE
 from criticalkv.shared.config import Config, load_config
+from criticalkv.shared.malloc import ONE_HEAP
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "infra" / "k8s"
@@ -185,6 +186,12 @@ def test_files_that_clients_of_the_store_name_are_there(config: Config, componen
     assert store.address == f"{service['metadata']['name']}:{port}"
     if component != "gateway":
         assert not any("api-keys" in path for path in mounted(component))
+
+
+def test_malloc_is_tuned_for_the_store_as_where_a_child_process_is_one() -> None:
+    (container,) = PODS["store"]["spec"]["containers"]
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert env["GLIBC_TUNABLES"] == ONE_HEAP["GLIBC_TUNABLES"]
 
 
 def test_the_store_listens_with_tls_and_a_token_and_valkey_has_room_for_it() -> None:

@@ -78,6 +78,14 @@ def test_listens_on_loopback_and_a_private_unix_socket(tmp_path):
     assert not alive(valkey)
 
 
+def test_no_thread_of_the_store_keeps_freed_memory_for_itself(tmp_path):
+    """Else its heap creeps, call by call. Valkey has an allocator of its own."""
+    with start_store(config(tmp_path)) as process:
+        settings = Path(f"/proc/{process.process.pid}/environ").read_text().split("\0")
+    assert "MALLOC_ARENA_MAX=1" in settings
+    assert "GLIBC_TUNABLES=glibc.malloc.tcache_count=0" in settings
+
+
 def test_valkey_dies_with_a_killed_store(tmp_path):
     with start_store(config(tmp_path)) as process:
         (valkey,) = children(process.process.pid)
