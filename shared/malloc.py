@@ -21,7 +21,7 @@ ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 """For a child whose threads hand buffers to one another: they find them mapped already."""
 ONE_HEAP = {**ONE_ARENA, "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 """For a child that answers calls with many threads. What a thread keeps for itself is never
-joined with its neighbours: the store's heap grew by 0.6 MiB in 100,000 calls, without end."""
+joined with its neighbours: the store's heap grew steadily, by 0.6 MiB in 100,000 calls."""
 
 
 def tune_malloc(*, one_arena: bool = False) -> bool:
