@@ -15,9 +15,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
+
+import psutil
 
 from criticalkv.services.gateway.edge import PROXY_CALLBACK, WRITE_TIMEOUT_VARIABLE
 from criticalkv.shared.config import Config
@@ -34,6 +36,8 @@ TIMEOUT_MARGIN_S = 30.0
 DELETE_TIMEOUT_S = 15.0
 # Of these, for answers that still run; then they end with an error.
 DRAIN_S = 8.0
+# Seconds for Ray's processes to end after it, before they are killed.
+END_S = 3.0
 
 # Ray reads these at import, hence before `import ray` anywhere in the process.
 LOCAL_ENV = {
@@ -101,6 +105,7 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
     # Short, for the unix sockets in it; mode 0700. Ray opens the one that it is given to
     # everybody, hence one more below.
     directory = tempfile.mkdtemp(prefix="ckv-", dir="/tmp")
+    before, started = _descendants(), set[psutil.Process]()
     try:
         with _whole_or_nothing():
             ray.init(
@@ -114,12 +119,14 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
                 logging_level=logging.WARNING,
                 _temp_dir=os.path.join(directory, "r"),
             )
+        started = _descendants() - before
         _exit_on_sigterm()
         yield
     finally:
         try:
             ray.shutdown()
         finally:
+            _end(started)
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -131,25 +138,26 @@ def _whole_or_nothing() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for pid in _descendants() - before:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(_descendants() - before)
         raise
 
 
-def _descendants() -> set[int]:
-    """All live processes below this one, by the kernel's parent table."""
-    parents: dict[int, int] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/stat") as file:
-            state, parent = file.read().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(name)] = int(parent)
-    found: set[int] = set()
-    below = {os.getpid()}
-    while below := {pid for pid, parent in parents.items() if parent in below} - found:
-        found |= below
-    return found
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _end(processes: Collection[psutil.Process]) -> None:
+    # Nearly always all of Ray's have ended by now. An agent that asked the cluster for
+    # something as it went waits a minute for an answer.
+    _, alive = psutil.wait_procs(processes, timeout=END_S)
+    _kill(alive)
+
+
+def _kill(processes: Collection[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # also if its number is another's now
+            process.kill()
+    psutil.wait_procs(processes, timeout=END_S)
 
 
 def _exit_on_sigterm() -> None:

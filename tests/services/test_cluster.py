@@ -14,15 +14,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+
+from criticalkv.services.cluster import _end
 
 # Two deployments as the application has them; prints what a test wants to know.
 APPLICATION = """
     import signal, socket, sys, urllib.request
     from pathlib import Path
+    from criticalkv.services import cluster
     from criticalkv.services.cluster import start_cluster
     from criticalkv.services.loopback import on_loopback
     from criticalkv.shared.config import load_config
+
+    end = cluster._end
+    def tell(processes):
+        print(*(process.pid for process in processes), flush=True)
+        end(processes)
+    cluster._end = tell
 
     class Back:
         async def where(self):
@@ -145,6 +155,8 @@ def test_listens_on_loopback_only_and_leaves_nothing(
     assert answer.startswith("READY"), answer
     assert "identity.py" in answer  # the installed package, without any working_dir
     family = descendants(cluster.pid)
+    agents = {p for p in family if "Agent" in Path(f"/proc/{p}/cmdline").read_text()}
+    assert len(agents) == 2, "Ray's agents are what may stay"
     addresses = listeners(family)
     assert len(addresses) > 5, "the test must see Ray's sockets"
     assert set(addresses) <= LOOPBACK
@@ -155,8 +167,24 @@ def test_listens_on_loopback_only_and_leaves_nothing(
     else:
         cluster.send_signal(number)
     cluster.wait(30)
+    assert agents <= set(map(int, cluster.stdout.readline().split())), "not all are waited for"
     assert await_end(family, 10.0) == set()
     assert directories() <= before
+
+
+def test_what_outlives_the_cluster_is_killed_and_what_ends_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An agent of Ray's may wait a minute for a cluster that has gone."""
+    monkeypatch.setattr("criticalkv.services.cluster.END_S", 2.0)
+    ends = f"import time; time.sleep(0.5); open({str(tmp_path / 'ended')!r}, 'w')"
+    stays = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    children = [subprocess.Popen([sys.executable, "-c", code]) for code in (ends, stays)]
+    _end([psutil.Process(child.pid) for child in children])
+    assert (tmp_path / "ended").exists()
+    assert not any(psutil.pid_exists(child.pid) for child in children)
+    for child in children:
+        child.wait(0)
 
 
 @pytest.mark.parametrize("after_s", [1.0, 4.0])
