@@ -105,9 +105,9 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
     # Short, for the unix sockets in it; mode 0700. Ray opens the one that it is given to
     # everybody, hence one more below.
     directory = tempfile.mkdtemp(prefix="ckv-", dir="/tmp")
-    before, started = _descendants(), set[psutil.Process]()
+    started: set[psutil.Process] = set()
     try:
-        with _whole_or_nothing():
+        with _whole_or_nothing() as started:
             ray.init(
                 address="local",
                 num_cpus=logical_cpus(config),
@@ -119,7 +119,6 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
                 logging_level=logging.WARNING,
                 _temp_dir=os.path.join(directory, "r"),
             )
-        started = _descendants() - before
         _exit_on_sigterm()
         yield
     finally:
@@ -131,15 +130,17 @@ def _local_cluster(config: Config, dashboard_port: int | None, show_logs: bool) 
 
 
 @contextmanager
-def _whole_or_nothing() -> Iterator[None]:
+def _whole_or_nothing() -> Iterator[set[psutil.Process]]:
     # Ray ends its own children after an interrupted start, but not theirs: its agents
     # then outlive it for as long as they wait for a cluster that has gone.
     before = _descendants()
+    started: set[psutil.Process] = set()  # filled after a whole start
     try:
-        yield
+        yield started
     except BaseException:
         _kill(_descendants() - before)
         raise
+    started |= _descendants() - before
 
 
 def _descendants() -> set[psutil.Process]:

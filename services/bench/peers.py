@@ -24,9 +24,10 @@ from typing import Any
 import grpc
 
 from criticalkv.proto import cache_store_pb2 as pb
+from criticalkv.services.store.process import child_environment
 from criticalkv.services.store.server import OPTIONS as SERVER_OPTIONS
 from criticalkv.shared.frames import encode_segment
-from criticalkv.shared.malloc import ENVIRONMENT, ONE_HEAP, tune_malloc
+from criticalkv.shared.malloc import tune_malloc
 from criticalkv.shared.store_channel import OPTIONS as CLIENT_OPTIONS
 
 SERVICE = "bare"
@@ -65,11 +66,6 @@ def running(kind: str, nbytes: int) -> Iterator[Peer]:
             yield Peer(process.stdout.readline().decode().strip(), process.pid)
         finally:
             process.kill()
-
-
-def child_environment() -> dict[str, str]:
-    """Return the environment of a peer: malloc is tuned as the store's."""
-    return {**os.environ, **ENVIRONMENT, **ONE_HEAP}
 
 
 class BareClient:

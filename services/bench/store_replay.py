@@ -25,10 +25,10 @@ from typing import Any
 
 import xxhash
 
-from criticalkv.services.bench.peers import child_environment
 from criticalkv.services.bench.store_path import identity_of
 from criticalkv.services.bench.trace import BLOCK_TOKENS
 from criticalkv.services.store.order import Order, RecencyOrder, ValueOrder
+from criticalkv.services.store.process import child_environment
 from criticalkv.services.store.server import running
 from criticalkv.shared.cache.manifest import (
     MAX_HEAD_DIM,

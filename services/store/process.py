@@ -115,13 +115,18 @@ def start_store(config: StoreConfig) -> StoreProcess:
     return StoreProcess(config)
 
 
+def child_environment() -> dict[str, str]:
+    """Return the environment of a store's process: ours, with malloc tuned for it."""
+    return {**os.environ, **ENVIRONMENT, **ONE_HEAP}
+
+
 def _popen(write_fd: int) -> subprocess.Popen[bytes]:
     module = "criticalkv.services.store.server"
     return subprocess.Popen(
         [sys.executable, "-m", module, "--ready-fd", str(write_fd), "--parent", str(os.getpid())],
         stdin=subprocess.PIPE,
         pass_fds=(write_fd,),
-        env={**os.environ, **ENVIRONMENT, **ONE_HEAP},
+        env=child_environment(),
         # A signal to the whole group is for the parent: it stops the store last.
         start_new_session=True,
     )
